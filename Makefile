@@ -1,0 +1,3 @@
+all: build
+build:
+	cargo build --workspace

@@ -1,0 +1,4 @@
+//! Images to root filesystems, root filesystems to templates, templates to snapshots.
+#![forbid(unsafe_code)]
+
+pub mod tree;

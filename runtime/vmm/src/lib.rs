@@ -1,0 +1,3 @@
+//! The KVM monitor: one small process per sandbox.
+
+pub mod device;
