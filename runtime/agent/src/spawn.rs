@@ -255,10 +255,12 @@ fn become_program(plan: &Plan<'_>) -> (Stage, c_int) {
             libc::close(score);
         }
         // Ignored signals and the mask survive exec; a program expects the defaults.
+        // The library refuses those it uses itself, so the kernel is asked: a sigaction of zeros
+        // is the default action; SIGKILL and SIGSTOP refuse, which is as good.
+        let default = [0usize; 4];
         for signal in 1..=64 {
-            if signal != libc::SIGKILL && signal != libc::SIGSTOP {
-                libc::signal(signal, libc::SIG_DFL);
-            }
+            let nothing = ptr::null_mut::<usize>();
+            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), nothing, 8usize);
         }
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut none);
