@@ -77,6 +77,13 @@ pub fn reap(pid: i32) {
     unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WNOHANG) };
 }
 
+/// Lets all threads share one heap: a thread a connection would otherwise each get one of its own,
+/// with pages of its own to be faulted in after every restore.
+pub fn share_one_heap() {
+    // SAFETY: sets a number; called before the first thread is started.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+}
+
 /// Bytes that can be read from a pipe or terminal right now.
 pub fn readable_bytes(fd: &impl AsRawFd) -> usize {
     let mut count: c_int = 0;
