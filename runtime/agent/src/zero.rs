@@ -28,18 +28,26 @@ const PAGE: u64 = 4096;
 /// # Errors
 /// The child could not be started, or was killed.
 pub fn fill(request: &ZeroFill, children: &Children) -> io::Result<u64> {
-    let margin = request.margin_bytes.saturating_add(low_water());
-    let limit = request.limit_bytes.unwrap_or(u64::MAX);
     // Huge pages halve the time, and small guests have them switched off. The kernel shall hand out
     // those it has and not move others' pages around to make more.
+    let reserve = fs::read_to_string(RESERVE);
     let _huge = Setting::change("/sys/kernel/mm/transparent_hugepage/enabled", "always");
     let _quick = Setting::change("/sys/kernel/mm/transparent_hugepage/defrag", "never");
+    if let Ok(reserve) = reserve {
+        // Switching them on has raised it, for good.
+        fs::write(RESERVE, reserve)?;
+    }
+    let margin = request.margin_bytes.saturating_add(low_water());
+    let limit = request.limit_bytes.unwrap_or(u64::MAX);
     let mut bytes = 0;
     for _ in 0..request.passes.clamp(1, 8) {
         bytes = pass(margin, limit, children)?;
     }
     Ok(bytes)
 }
+
+/// What the kernel keeps free for itself.
+const RESERVE: &str = "/proc/sys/vm/min_free_kbytes";
 
 /// A kernel setting with alternatives, changed while this lives.
 struct Setting {
