@@ -14,8 +14,8 @@ mod output;
 mod progress;
 mod rm;
 mod run;
-mod sandboxes;
 mod shell;
+mod stdio;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
