@@ -129,7 +129,6 @@ impl Template {
         Ok(store
             .snapshots(&self.digest)?
             .into_iter()
-            .rev()
             .find(|(_, snapshot)| snapshot.machine == shape && host.can_restore(&snapshot.compat)))
     }
 }
