@@ -1,4 +1,5 @@
 //! Images to root filesystems, root filesystems to templates, templates to snapshots.
 #![forbid(unsafe_code)]
 
+pub mod ext4;
 pub mod tree;
