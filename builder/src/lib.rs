@@ -4,4 +4,5 @@
 pub mod bake;
 pub mod kernel;
 pub mod template;
+pub mod ext4;
 pub mod tree;
