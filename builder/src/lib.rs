@@ -1,4 +1,8 @@
 //! Images to root filesystems, root filesystems to templates, templates to snapshots.
 #![forbid(unsafe_code)]
 
+pub mod bake;
+pub mod kernel;
+pub mod template;
+pub mod ext4;
 pub mod tree;

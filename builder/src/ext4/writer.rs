@@ -1,0 +1,718 @@
+//! The order of work: check and place what each inode needs, then the tables, then what describes
+//! them all.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+
+use super::checksum::Checksum;
+use super::directory::{Entry, Layout};
+use super::extent::{BLOCK_FIELD, Extents};
+use super::geometry::{
+    self, BLOCK_BYTES, BLOCK_SIZE, BLOCKS_PER_GROUP, DataArea, Demand, Geometry, INODE_SIZE,
+    INODES_PER_BLOCK, RESERVED_BLOCKS, TABLE_BLOCKS,
+};
+use super::inode::{self, Inode};
+use super::sink::Sink;
+use super::superblock::{
+    self, Descriptor, FIRST_INODE, JOURNAL_INODE, RESIZE_INODE, ROOT_INODE, Superblock,
+};
+use super::survey::{self, Survey};
+use super::usage::Usage;
+use super::xattr::{Attributes, INODE_ROOM, SharedBlocks, Unstorable};
+use super::{Options, Report, WriteError};
+use crate::tree::{FileData, Kind, NodeId, Timestamp, Tree};
+
+/// Longest symlink target within the inode.
+const FAST_SYMLINK: usize = BLOCK_FIELD - 1;
+/// Longest symlink target at all.
+const MAX_SYMLINK: usize = BLOCK_SIZE - 1;
+/// Most names of a file; a directory beyond it has a link count of 1 (`dir_nlink`).
+const MAX_LINKS: u32 = 65_000;
+/// Largest file: logical block numbers have 32 bits, and the last is not usable.
+const MAX_FILE: u64 = (u32::MAX as u64) * BLOCK_BYTES;
+
+/// Blocks an inode was given behind the data: a directory's, a long symlink's.
+#[derive(Debug, Clone, Copy, Default)]
+struct Placed {
+    /// Image sizes stay far below 2^32 blocks.
+    start: u32,
+    blocks: u32,
+}
+
+/// An extent tree that does not fit into its inode.
+#[derive(Debug)]
+struct Rooted {
+    field: [u8; BLOCK_FIELD],
+    blocks: u64,
+}
+
+struct Writer<'t> {
+    survey: Survey<'t>,
+    options: &'t Options,
+    sink: Sink<'t>,
+    cursor: DataArea,
+    usage: Usage,
+    /// Groups whose reserved range is marked in `usage`, from 0 on.
+    reserved_groups: u64,
+    seed: Checksum,
+    /// By place in the survey's order.
+    placed: Vec<Placed>,
+    /// By inode number; rare.
+    trees: BTreeMap<u32, Rooted>,
+    /// By inode number.
+    xattr_blocks: BTreeMap<u32, u64>,
+    shared: SharedBlocks<'t>,
+    extents: Extents,
+}
+
+/// Does what [`super::finish`] promises.
+pub fn write(
+    out: &File,
+    area: &DataArea,
+    tree: &Tree,
+    options: &Options,
+) -> Result<Report, WriteError> {
+    if options.label.len() > 16 {
+        return Err(WriteError::Label(options.label.clone()));
+    }
+    if options.uuid == [0; 16] {
+        return Err(WriteError::Uuid);
+    }
+    if area.end() > geometry::MAX_GROUPS * BLOCKS_PER_GROUP {
+        return Err(WriteError::ImageTooLarge);
+    }
+    let survey = Survey::of(tree)?;
+    let mut writer = Writer {
+        placed: vec![Placed::default(); survey.len()],
+        survey,
+        options,
+        sink: Sink::new(out),
+        cursor: area.clone(),
+        usage: Usage::default(),
+        reserved_groups: 0,
+        seed: Checksum::of_uuid(&options.uuid),
+        trees: BTreeMap::new(),
+        xattr_blocks: BTreeMap::new(),
+        shared: SharedBlocks::default(),
+        extents: Extents::default(),
+    };
+    let data_blocks = writer.claim_data(area)?;
+    let needed = area.end() * BLOCK_BYTES;
+    // Whatever lies behind the data is gone, and reads as zeros where nothing is written.
+    out.set_len(needed).map_err(out_of_space(needed))?;
+    writer.punch_unused(area)?;
+    writer.place_contents()?;
+    writer.write_xattr_blocks()?;
+    let journal = writer.place_journal()?;
+    let resize_block = writer.claim_adjacent(1);
+    let geometry = writer.solve()?;
+    let size = geometry.blocks * BLOCK_BYTES;
+    out.set_len(size).map_err(out_of_space(size))?;
+    writer.write_tables(&geometry, journal, resize_block, data_blocks).map_err(
+        |error| match error {
+            WriteError::Io(error) => out_of_space(size)(error),
+            other => other,
+        },
+    )
+}
+
+/// Turns an error of the image file into ours; `needed` is what the image takes.
+fn out_of_space(needed: u64) -> impl Fn(io::Error) -> WriteError {
+    move |error| match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            WriteError::OutOfSpace { needed }
+        }
+        _ => WriteError::Io(error),
+    }
+}
+
+impl<'t> Writer<'t> {
+    fn io(&self) -> impl Fn(io::Error) -> WriteError + use<> {
+        out_of_space(self.cursor.end() * BLOCK_BYTES)
+    }
+
+    /// Marks the reserved ranges and all files' blocks used. Returns how many those are.
+    fn claim_data(&mut self, area: &DataArea) -> Result<u64, WriteError> {
+        self.claim_reserved(geometry::groups_for(area.end()));
+        let mut data_blocks = 0;
+        for place in 0..self.survey.len() {
+            let node = self.survey.node(place);
+            let Kind::File(data) = &node.kind else {
+                continue;
+            };
+            if data.size > MAX_FILE {
+                return Err(WriteError::FileTooLarge {
+                    path: self.survey.path(place),
+                    size: data.size,
+                });
+            }
+            let mut logical_end = 0;
+            let limit = data.size.div_ceil(BLOCK_BYTES);
+            for run in &data.runs {
+                let bad = |why| WriteError::Run {
+                    path: self.survey.path(place),
+                    physical: run.physical,
+                    blocks: run.blocks,
+                    why,
+                };
+                let blocks = u64::from(run.blocks);
+                if u64::from(run.logical) < logical_end || blocks == 0 {
+                    return Err(bad("is empty or out of order"));
+                }
+                logical_end = u64::from(run.logical) + blocks;
+                if logical_end > limit {
+                    return Err(bad("reaches beyond the file's end"));
+                }
+                if run.physical.checked_add(blocks).is_none_or(|end| end > area.end()) {
+                    return Err(bad("was never allocated"));
+                }
+                if self.usage.mark(run.physical, blocks).is_err() {
+                    return Err(bad("has blocks that are reserved or another file's"));
+                }
+                data_blocks += blocks;
+            }
+        }
+        Ok(data_blocks)
+    }
+
+    /// Marks the reserved ranges of all groups below `groups`.
+    fn claim_reserved(&mut self, groups: u64) {
+        for group in self.reserved_groups..groups {
+            if geometry::has_superblock(group) {
+                self.claim(group * BLOCKS_PER_GROUP, RESERVED_BLOCKS);
+            }
+        }
+        self.reserved_groups = self.reserved_groups.max(groups);
+    }
+
+    /// Marks blocks used that the cursor, or the layout, gives to nobody else.
+    fn claim(&mut self, start: u64, blocks: u64) {
+        let claimed = self.usage.mark(start, blocks);
+        debug_assert_eq!(claimed, Ok(()));
+    }
+
+    fn claim_adjacent(&mut self, blocks: u64) -> u64 {
+        let start = self.cursor.allocate_adjacent(blocks);
+        self.claim(start, blocks);
+        start
+    }
+
+    /// Makes holes of what was written for files that are not in the tree (any more).
+    fn punch_unused(&mut self, area: &DataArea) -> Result<(), WriteError> {
+        let io = self.io();
+        let sink = &mut self.sink;
+        self.usage.free_ranges(area.end(), |start, blocks| sink.punch(start, blocks)).map_err(io)
+    }
+
+    /// Checks every node, and places and writes the blocks it needs besides its data.
+    fn place_contents(&mut self) -> Result<(), WriteError> {
+        let mut parents = 0;
+        for place in 0..self.survey.len() {
+            let node = self.survey.node(place);
+            let number = survey::number_at(place);
+            let links = self.survey.links(place);
+            match &node.kind {
+                Kind::Directory(entries) => {
+                    // Both walks meet the same directories in the same order.
+                    let (_, parent) = self.survey.directories[parents];
+                    parents += 1;
+                    self.place_directory(place, number, parent, entries)?;
+                }
+                _ if links > MAX_LINKS => {
+                    return Err(WriteError::TooManyLinks { path: self.survey.path(place), links });
+                }
+                Kind::File(data) => {
+                    self.collect(data);
+                    self.place_tree(number)?;
+                }
+                Kind::Symlink(target) => self.place_symlink(place, target)?,
+                Kind::CharDevice(device) | Kind::BlockDevice(device) => {
+                    if inode::device_field(*device).is_none() {
+                        return Err(WriteError::DeviceNumber {
+                            path: self.survey.path(place),
+                            major: device.major,
+                            minor: device.minor,
+                        });
+                    }
+                }
+                Kind::Fifo | Kind::Socket => {}
+            }
+            if !node.meta.xattrs.is_empty() {
+                self.place_xattrs(place, number)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn place_directory(
+        &mut self,
+        place: usize,
+        number: u32,
+        parent: u32,
+        names: &'t BTreeMap<Box<[u8]>, NodeId>,
+    ) -> Result<(), WriteError> {
+        let entries = names
+            .iter()
+            .map(|(name, &id)| {
+                let (inode, node) = self.survey.target(id);
+                Entry { name, inode, file_type: inode::file_type(&node.kind) }
+            })
+            .collect();
+        let seed = self.seed.of_inode(number);
+        let layout = Layout::new(number, parent, seed, &self.options.hash_seed, entries).map_err(
+            |directory_too_large| {
+                let super::directory::TooLarge = directory_too_large;
+                WriteError::DirectoryTooLarge {
+                    path: self.survey.path(place),
+                    entries: names.len(),
+                }
+            },
+        )?;
+        self.place_blocks(place, layout.blocks());
+        let io = self.io();
+        let mut at = DataArea::at(u64::from(self.placed[place].start));
+        let sink = &mut self.sink;
+        layout
+            .write(|block| {
+                let mut result = Ok(());
+                at.allocate(1, |physical, _| result = sink.put(physical, block));
+                result
+            })
+            .map_err(io)?;
+        self.place_tree(number)
+    }
+
+    /// Takes the next blocks for an inode and collects their extents.
+    fn place_blocks(&mut self, place: usize, blocks: u64) {
+        let mut cursor = self.cursor.clone();
+        let mut start = None;
+        self.extents.clear();
+        let mut logical = 0;
+        cursor.allocate(blocks, |physical, blocks| {
+            start.get_or_insert(physical);
+            self.extents.push(logical, physical, blocks);
+            logical += blocks;
+            let claimed = self.usage.mark(physical, u64::from(blocks));
+            debug_assert_eq!(claimed, Ok(()));
+        });
+        self.cursor = cursor;
+        self.placed[place] = Placed { start: start.unwrap_or(0) as u32, blocks: blocks as u32 };
+    }
+
+    fn place_symlink(&mut self, place: usize, target: &[u8]) -> Result<(), WriteError> {
+        if target.is_empty() || target.len() > MAX_SYMLINK || target.contains(&0) {
+            return Err(WriteError::SymlinkTarget {
+                path: self.survey.path(place),
+                length: target.len(),
+            });
+        }
+        if target.len() > FAST_SYMLINK {
+            self.place_blocks(place, 1);
+            let mut block = [0; BLOCK_SIZE];
+            block[..target.len()].copy_from_slice(target);
+            let start = u64::from(self.placed[place].start);
+            self.sink.put(start, &block).map_err(self.io())?;
+        }
+        Ok(())
+    }
+
+    /// Places and writes the tree of the collected extents, if the inode cannot hold them.
+    fn place_tree(&mut self, number: u32) -> Result<(), WriteError> {
+        let blocks = self.extents.tree_blocks();
+        if blocks == 0 {
+            return Ok(());
+        }
+        let io = self.io();
+        let seed = self.seed.of_inode(number);
+        let Self { extents, cursor, usage, sink, .. } = self;
+        let field = extents
+            .build(seed, |block| {
+                let physical = cursor.allocate_adjacent(1);
+                let claimed = usage.mark(physical, 1);
+                debug_assert_eq!(claimed, Ok(()));
+                sink.put(physical, block).map(|()| physical)
+            })
+            .map_err(io)?;
+        self.trees.insert(number, Rooted { field, blocks });
+        Ok(())
+    }
+
+    fn place_xattrs(&mut self, place: usize, number: u32) -> Result<(), WriteError> {
+        let attributes =
+            Attributes::of(self.survey.node(place)).map_err(|problem| match problem {
+                Unstorable::Attribute(name, source) => WriteError::Xattr {
+                    path: self.survey.path(place),
+                    name: String::from_utf8_lossy(name).into_owned(),
+                    source,
+                },
+                Unstorable::TooLarge(needed) => {
+                    WriteError::XattrsTooLarge { path: self.survey.path(place), needed }
+                }
+            })?;
+        let outside = attributes.outside();
+        if !outside.is_empty() {
+            let Self { shared, cursor, usage, .. } = self;
+            let physical = shared.share(outside, || {
+                let physical = cursor.allocate_adjacent(1);
+                let claimed = usage.mark(physical, 1);
+                debug_assert_eq!(claimed, Ok(()));
+                physical
+            });
+            self.xattr_blocks.insert(number, physical);
+        }
+        Ok(())
+    }
+
+    fn write_xattr_blocks(&mut self) -> Result<(), WriteError> {
+        let io = self.io();
+        for block in &self.shared.blocks {
+            self.sink.put(block.physical, &block.encode(self.seed)).map_err(&io)?;
+        }
+        Ok(())
+    }
+
+    /// Places the journal and writes its first block; the rest is zeros.
+    fn place_journal(&mut self) -> Result<Option<Placed>, WriteError> {
+        if !self.options.journal {
+            return Ok(None);
+        }
+        let expected = self.cursor.end() + self.options.free_bytes / BLOCK_BYTES;
+        let blocks: u32 = match expected {
+            ..32_768 => 1024,
+            ..262_144 => 4096,
+            ..524_288 => 8192,
+            _ => 16_384,
+        };
+        let start = self.claim_adjacent(u64::from(blocks));
+        let first = superblock::journal_superblock(blocks, &self.options.uuid);
+        self.sink.put(start, &first).map_err(self.io())?;
+        Ok(Some(Placed { start: start as u32, blocks }))
+    }
+
+    /// Number of the last inode in use.
+    fn last_inode(&self) -> u32 {
+        survey::number_at(self.survey.len() - 1).max(FIRST_INODE - 1)
+    }
+
+    /// Decides the size of the image and claims the group tables and the remaining reserved ranges.
+    fn solve(&mut self) -> Result<Geometry, WriteError> {
+        let end = self.cursor.end();
+        let inodes = u64::from(self.last_inode()).saturating_add(self.options.free_inodes);
+        if inodes > u64::from(u32::MAX) {
+            return Err(WriteError::TooManyInodes);
+        }
+        self.claim_reserved(geometry::groups_for(end));
+        let demand = Demand {
+            inodes,
+            free: self.options.free_bytes.div_ceil(BLOCK_BYTES),
+            unused: end - self.usage.count(0, end),
+        };
+        let geometry = Geometry::solve(&self.cursor, demand).ok_or(WriteError::ImageTooLarge)?;
+        self.claim_reserved(geometry.groups.len() as u64);
+        let table = geometry.table_blocks();
+        for tables in &geometry.groups {
+            self.claim(tables.block_bitmap, 1);
+            self.claim(tables.inode_bitmap, 1);
+            self.claim(tables.inode_table, table);
+        }
+        Ok(geometry)
+    }
+
+    fn collect(&mut self, data: &FileData) {
+        self.extents.clear();
+        for run in &data.runs {
+            self.extents.push(run.logical, run.physical, run.blocks);
+        }
+    }
+
+    fn collect_placed(&mut self, placed: Placed) {
+        self.extents.clear();
+        let mut logical = 0;
+        DataArea::at(u64::from(placed.start)).allocate(
+            u64::from(placed.blocks),
+            |start, blocks| {
+                self.extents.push(logical, start, blocks);
+                logical += blocks;
+            },
+        );
+    }
+
+    /// The collected extents as the inode's block field, and the blocks of their tree.
+    fn rooted(&self, number: u32) -> ([u8; BLOCK_FIELD], u64) {
+        if let Some(tree) = self.trees.get(&number) {
+            return (tree.field, tree.blocks);
+        }
+        let none = |_: &[u8; BLOCK_SIZE]| Ok::<_, std::convert::Infallible>(0);
+        let Ok(field) = self.extents.build(self.seed.of_inode(number), none);
+        (field, 0)
+    }
+
+    /// The inode of a node of the tree.
+    fn inode(&mut self, place: usize) -> Inode {
+        let node = self.survey.node(place);
+        let number = survey::number_at(place);
+        let links = self.survey.links(place);
+        let placed = self.placed[place];
+        let mut inode = Inode {
+            mode: inode::type_bits(&node.kind) | node.meta.mode & 0o7777,
+            uid: node.meta.uid,
+            gid: node.meta.gid,
+            links: links as u16,
+            time: node.meta.mtime,
+            ..Inode::empty()
+        };
+        match &node.kind {
+            Kind::File(data) => {
+                inode.size = data.size;
+                inode.blocks = data.runs.iter().map(|run| u64::from(run.blocks)).sum();
+                self.collect(data);
+                self.root(number, &mut inode);
+            }
+            Kind::Directory(_) => {
+                inode.size = u64::from(placed.blocks) * BLOCK_BYTES;
+                inode.blocks = u64::from(placed.blocks);
+                if placed.blocks > 1 {
+                    inode.flags = inode::INDEX;
+                }
+                if links > MAX_LINKS {
+                    inode.links = 1;
+                }
+                self.collect_placed(placed);
+                self.root(number, &mut inode);
+            }
+            Kind::Symlink(target) => {
+                inode.mode |= 0o777;
+                inode.size = target.len() as u64;
+                if target.len() > FAST_SYMLINK {
+                    inode.blocks = u64::from(placed.blocks);
+                    self.collect_placed(placed);
+                    self.root(number, &mut inode);
+                } else {
+                    inode.block[..target.len()].copy_from_slice(target);
+                }
+            }
+            Kind::CharDevice(device) | Kind::BlockDevice(device) => {
+                // Checked when its place was decided.
+                inode.block = inode::device_field(*device).unwrap_or([0; BLOCK_FIELD]);
+            }
+            Kind::Fifo | Kind::Socket => {}
+        }
+        if !node.meta.xattrs.is_empty() {
+            if let Ok(attributes) = Attributes::of(node) {
+                attributes.write_inline(&mut inode.xattrs);
+            }
+            if let Some(&block) = self.xattr_blocks.get(&number) {
+                inode.xattr_block = block;
+                inode.blocks += 1;
+            }
+        }
+        inode
+    }
+
+    fn root(&self, number: u32, inode: &mut Inode) {
+        let (field, blocks) = self.rooted(number);
+        inode.block = field;
+        inode.blocks += blocks;
+        inode.flags |= inode::EXTENTS;
+    }
+
+    fn own_time(&self) -> Timestamp {
+        Timestamp { seconds: self.options.timestamp.max(0), nanos: 0 }
+    }
+
+    fn journal_inode(&mut self, placed: Placed) -> Inode {
+        self.collect_placed(placed);
+        let mut inode = Inode {
+            mode: 0o100_600,
+            size: u64::from(placed.blocks) * BLOCK_BYTES,
+            links: 1,
+            blocks: u64::from(placed.blocks),
+            time: self.own_time(),
+            ..Inode::empty()
+        };
+        self.root(JOURNAL_INODE, &mut inode);
+        inode
+    }
+
+    /// The resize inode: its double indirect block leads to the unused descriptor blocks of group
+    /// 0, each of which leads to its counterparts in the backups.
+    fn resize_inode(&self, geometry: &Geometry, resize_block: u64) -> Inode {
+        const POINTERS: u64 = BLOCK_BYTES / 4;
+        const DIRECT: u64 = 12;
+        const DOUBLE_INDIRECT: usize = 13;
+        let spare = TABLE_BLOCKS - geometry.descriptor_blocks();
+        let mut inode = Inode {
+            mode: 0o100_600,
+            size: (DIRECT + POINTERS + POINTERS * POINTERS) * BLOCK_BYTES,
+            links: 1,
+            blocks: 1 + spare * (1 + geometry.backups().count() as u64),
+            time: self.own_time(),
+            ..Inode::empty()
+        };
+        inode.block[4 * DOUBLE_INDIRECT..][..4]
+            .copy_from_slice(&(resize_block as u32).to_le_bytes());
+        inode
+    }
+
+    /// Writes everything whose place depends on the size of the image.
+    fn write_tables(
+        &mut self,
+        geometry: &Geometry,
+        journal: Option<Placed>,
+        resize_block: u64,
+        data_blocks: u64,
+    ) -> Result<Report, WriteError> {
+        let journal = journal.map(|placed| self.journal_inode(placed));
+        let resize = self.resize_inode(geometry, resize_block);
+        self.write_inodes(geometry, journal.as_ref(), &resize)?;
+        let used = self.usage.count(0, geometry.blocks);
+        let inodes = geometry.inodes_per_group * geometry.groups.len() as u32;
+        let superblock = Superblock {
+            options: self.options,
+            blocks: geometry.blocks,
+            free_blocks: geometry.blocks - used,
+            inodes_per_group: geometry.inodes_per_group,
+            inodes,
+            free_inodes: inodes - self.last_inode(),
+            descriptor_blocks: geometry.descriptor_blocks(),
+            journal: journal.map(|inode| (inode.block, inode.size)),
+        };
+        let mut descriptors = self.write_bitmaps(geometry)?;
+        descriptors.resize(descriptors.len().next_multiple_of(BLOCK_SIZE), 0);
+        for group in std::iter::once(0).chain(geometry.backups()) {
+            let mut block = [0; BLOCK_SIZE];
+            let offset = if group == 0 { superblock::OFFSET } else { 0 };
+            let bytes = superblock.encode(group);
+            block[offset..offset + bytes.len()].copy_from_slice(&bytes);
+            let start = group * BLOCKS_PER_GROUP;
+            self.sink.put(start, &block).map_err(WriteError::Io)?;
+            self.sink.put(start + 1, &descriptors).map_err(WriteError::Io)?;
+        }
+        self.write_resize_blocks(geometry, resize_block)?;
+        self.sink.flush().map_err(WriteError::Io)?;
+        Ok(Report {
+            size: geometry.blocks * BLOCK_BYTES,
+            blocks: geometry.blocks,
+            inodes: u64::from(inodes),
+            free_blocks: geometry.blocks - used,
+            data_blocks,
+            metadata_blocks: used - data_blocks,
+        })
+    }
+
+    fn write_inodes(
+        &mut self,
+        geometry: &Geometry,
+        journal: Option<&Inode>,
+        resize: &Inode,
+    ) -> Result<(), WriteError> {
+        let last = self.last_inode();
+        let mut block = [0; BLOCK_SIZE];
+        let per_group = geometry.inodes_per_group;
+        for first in (1..=last).step_by(INODES_PER_BLOCK as usize) {
+            block.fill(0);
+            for (number, out) in (first..=last).zip(block.as_chunks_mut::<INODE_SIZE>().0) {
+                let inode = match number {
+                    ROOT_INODE => self.inode(0),
+                    RESIZE_INODE => resize.clone(),
+                    JOURNAL_INODE => journal.cloned().unwrap_or_else(Inode::empty),
+                    ..FIRST_INODE => Inode::empty(),
+                    _ => self.inode((number - FIRST_INODE + 1) as usize),
+                };
+                inode.encode(number, self.seed, out);
+            }
+            let index = first - 1;
+            let table = geometry.groups[(index / per_group) as usize].inode_table;
+            let within = u64::from(index % per_group / INODES_PER_BLOCK);
+            self.sink.put(table + within, &block).map_err(WriteError::Io)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the bitmaps and returns the group descriptors.
+    fn write_bitmaps(&mut self, geometry: &Geometry) -> Result<Vec<u8>, WriteError> {
+        let last = self.last_inode();
+        let per_group = geometry.inodes_per_group;
+        let directories = self.directories_by_group(geometry);
+        let mut descriptors = Vec::new();
+        let mut block_bitmaps = Vec::with_capacity(geometry.groups.len());
+        let mut bits = [0; BLOCK_SIZE];
+        for (group, tables) in (0u64..).zip(&geometry.groups) {
+            self.usage.bitmap(group, geometry.blocks, &mut bits);
+            block_bitmaps.push(self.seed.with(&bits));
+            if bits.iter().any(|&byte| byte != 0) {
+                self.sink.put(tables.block_bitmap, &bits).map_err(WriteError::Io)?;
+            }
+        }
+        for (group, tables) in (0u32..).zip(&geometry.groups) {
+            let used = last.saturating_sub(group * per_group).min(per_group);
+            let mut inode_bitmap = None;
+            if used > 0 {
+                bits.fill(0);
+                set_bits(&mut bits, 0, used as usize);
+                set_bits(&mut bits, per_group as usize, 8 * BLOCK_SIZE);
+                inode_bitmap = Some(self.seed.with(&bits[..per_group as usize / 8]));
+                self.sink.put(tables.inode_bitmap, &bits).map_err(WriteError::Io)?;
+            }
+            let start = u64::from(group) * BLOCKS_PER_GROUP;
+            let end = (start + BLOCKS_PER_GROUP).min(geometry.blocks);
+            let free_blocks = end - start - self.usage.count(start, end);
+            let descriptor = Descriptor {
+                tables: *tables,
+                free_blocks: free_blocks as u32,
+                free_inodes: per_group - used,
+                directories: directories[group as usize],
+                block_bitmap: block_bitmaps[group as usize],
+                inode_bitmap,
+            };
+            descriptors.extend_from_slice(&descriptor.encode(group, self.seed));
+        }
+        Ok(descriptors)
+    }
+
+    fn directories_by_group(&self, geometry: &Geometry) -> Vec<u32> {
+        let mut counts = vec![0; geometry.groups.len()];
+        for &(place, _) in &self.survey.directories {
+            let number = survey::number_at(place);
+            counts[((number - 1) / geometry.inodes_per_group) as usize] += 1;
+        }
+        counts
+    }
+
+    fn write_resize_blocks(
+        &mut self,
+        geometry: &Geometry,
+        resize_block: u64,
+    ) -> Result<(), WriteError> {
+        let mut pointers = [0; BLOCK_SIZE];
+        let words = pointers.as_chunks_mut::<4>().0;
+        for table in geometry.descriptor_blocks()..TABLE_BLOCKS {
+            words[table as usize] = (1 + table as u32).to_le_bytes();
+        }
+        self.sink.put(resize_block, &pointers).map_err(WriteError::Io)?;
+        for table in geometry.descriptor_blocks()..TABLE_BLOCKS {
+            pointers.fill(0);
+            let words = pointers.as_chunks_mut::<4>().0;
+            for (word, group) in words.iter_mut().zip(geometry.backups()) {
+                *word = ((group * BLOCKS_PER_GROUP + 1 + table) as u32).to_le_bytes();
+            }
+            self.sink.put(1 + table, &pointers).map_err(WriteError::Io)?;
+        }
+        Ok(())
+    }
+}
+
+/// Sets the bits from `start` up to `end`; both are multiples of 8 or all lies in few bytes.
+fn set_bits(bits: &mut [u8; BLOCK_SIZE], start: usize, end: usize) {
+    let mut bit = start;
+    while bit < end {
+        if bit % 8 == 0 && bit + 8 <= end {
+            bits[bit / 8] = 0xff;
+            bit += 8;
+        } else {
+            bits[bit / 8] |= 1 << (bit % 8);
+            bit += 1;
+        }
+    }
+}
