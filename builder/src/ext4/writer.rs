@@ -19,7 +19,7 @@ use super::superblock::{
 };
 use super::survey::{self, Survey};
 use super::usage::Usage;
-use super::xattr::{Attributes, INODE_ROOM, SharedBlocks, Unstorable};
+use super::xattr::{Attributes, SharedBlocks, Unstorable};
 use super::{Options, Report, WriteError};
 use crate::tree::{FileData, Kind, NodeId, Timestamp, Tree};
 
@@ -378,10 +378,11 @@ impl<'t> Writer<'t> {
             return Ok(None);
         }
         let expected = self.cursor.end() + self.options.free_bytes / BLOCK_BYTES;
+        // 4 MiB below 128 MiB, 16 below 1 GiB, 32 below 2 GiB: mke2fs's steps, up to 64.
         let blocks: u32 = match expected {
-            ..32_768 => 1024,
-            ..262_144 => 4096,
-            ..524_288 => 8192,
+            0..32_768 => 1024,
+            32_768..262_144 => 4096,
+            262_144..524_288 => 8192,
             _ => 16_384,
         };
         let start = self.claim_adjacent(u64::from(blocks));
@@ -703,11 +704,11 @@ impl<'t> Writer<'t> {
     }
 }
 
-/// Sets the bits from `start` up to `end`; both are multiples of 8 or all lies in few bytes.
+/// Sets the bits from `start` up to `end`.
 fn set_bits(bits: &mut [u8; BLOCK_SIZE], start: usize, end: usize) {
     let mut bit = start;
     while bit < end {
-        if bit % 8 == 0 && bit + 8 <= end {
+        if bit.is_multiple_of(8) && bit + 8 <= end {
             bits[bit / 8] = 0xff;
             bit += 8;
         } else {
