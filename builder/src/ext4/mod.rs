@@ -74,6 +74,7 @@ mod inode;
 mod sink;
 mod superblock;
 mod survey;
+mod tables;
 mod usage;
 mod writer;
 mod xattr;
