@@ -250,3 +250,73 @@ fn check_sizes(chunk_size: u32, image_size: u64) -> Result<(), IndexError> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn indexes_round_trip_and_have_one_encoding(
+            steps in prop::collection::vec((0..100u32, any::<[u8; 32]>()), 0..40),
+            shift in 12..=22u32,
+            tail in 1..4096u64,
+        ) {
+            let mut next = 0;
+            let chunks: Vec<_> = steps
+                .into_iter()
+                .map(|(gap, digest)| {
+                    let number = next + gap;
+                    next = number + 1;
+                    Chunk { number, digest: Digest::from_bytes(digest) }
+                })
+                .collect();
+            let size = (u64::from(next) << shift) + tail;
+            let index = ChunkIndex::new(1 << shift, size, chunks).unwrap();
+            let bytes = index.encode();
+            let digest = Digest::of(&bytes);
+            prop_assert_eq!(&ChunkIndex::decode(&bytes, &digest).unwrap(), &index);
+            prop_assert!(ChunkIndex::parse(&bytes[..bytes.len() - 1]).is_err());
+            let mut flipped = bytes;
+            flipped[8] ^= 0x80;
+            let refused = matches!(
+                ChunkIndex::decode(&flipped, &digest),
+                Err(IndexError::Digest { .. })
+            );
+            prop_assert!(refused);
+        }
+
+        #[test]
+        fn any_bytes_are_an_index_or_refused(
+            mut bytes in prop::collection::vec(any::<u8>(), 0..200),
+            header in any::<bool>(),
+        ) {
+            if header {
+                bytes.splice(0..0, [&MAGIC[..], &[1, 0, 0, 0]].concat());
+            }
+            if let Ok(index) = ChunkIndex::parse(&bytes) {
+                prop_assert_eq!(index.encode(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn impossible_indexes_are_refused() {
+        let digest = Digest::of(b"x");
+        let chunk = |number| Chunk { number, digest };
+        for (chunk_size, image_size, chunks) in [
+            (4096, 8192, vec![chunk(1), chunk(1)]),
+            (4096, 8192, vec![chunk(1), chunk(0)]),
+            (4096, 8192, vec![chunk(2)]),
+            (5000, 8192, vec![]),
+            (2048, 8192, vec![]),
+            (8 << 20, 8192, vec![]),
+            (4096, MAX_IMAGE_BYTES + 1, vec![]),
+            (0, 0, vec![]),
+        ] {
+            assert!(ChunkIndex::new(chunk_size, image_size, chunks).is_err());
+        }
+    }
+}

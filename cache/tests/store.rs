@@ -5,85 +5,16 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
 
 use parbake_cache::index::{ChunkIndex, DEFAULT_CHUNK_SIZE};
-use parbake_cache::template::{
-    CompatContract, KernelBundle, MachineShape, ObjectRef, ProcessConfig, SnapshotManifest,
-    TemplateManifest, TemplateSource,
-};
-use parbake_cache::{Digest, Staging, Store, StoreError, TemplateName};
+use parbake_cache::template::{MachineShape, ObjectRef, TemplateManifest};
+use parbake_cache::{Digest, Store, StoreError, TemplateName};
+
+mod fixture;
+use fixture::{snapshot, template};
 
 fn store() -> (tempfile::TempDir, Store) {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(&directory.path().join("store")).unwrap();
     (directory, store)
-}
-
-/// A sparse image with `data` at the given offsets.
-fn image(store: &Store, staging: &Staging, size: u64, data: &[(u64, &[u8])]) -> ObjectRef {
-    let path = staging.join(format!("image-{}", data.len()));
-    let file = File::create_new(&path).unwrap();
-    file.set_len(size).unwrap();
-    for (offset, bytes) in data {
-        file.write_all_at(bytes, *offset).unwrap();
-    }
-    store.adopt_image(path).unwrap()
-}
-
-fn template(store: &Store, seed: &[u8]) -> Digest {
-    let staging = store.stage().unwrap();
-    let rootfs = image(store, &staging, 1 << 20, &[(4096, seed)]);
-    let kernel = KernelBundle {
-        schema_version: 1,
-        package: "file".to_owned(),
-        version: "1".to_owned(),
-        release: "6.1".to_owned(),
-        source: Digest::of(b"package"),
-        vmlinux: store.put_blob(b"kernel").unwrap(),
-        initramfs: store.put_blob(b"initramfs").unwrap(),
-        agent: Digest::of(b"agent"),
-        modules: Vec::new(),
-        cmdline: String::new(),
-        config: std::collections::BTreeMap::new(),
-    };
-    let manifest = TemplateManifest {
-        schema_version: 1,
-        architecture: "amd64".to_owned(),
-        rootfs,
-        kernel: store.put_json(&kernel).unwrap(),
-        process: ProcessConfig::default(),
-        machine: MachineShape { vcpus: 1, memory_mib: 128 },
-        source: TemplateSource {
-            reference: "oci:x".to_owned(),
-            manifest: Some(Digest::of(b"elsewhere")),
-            layers: Vec::new(),
-        },
-        labels: std::collections::BTreeMap::new(),
-    };
-    store.put_json(&manifest).unwrap().digest
-}
-
-fn snapshot(store: &Store, template: Digest, seed: &[u8]) -> Digest {
-    let staging = store.stage().unwrap();
-    let manifest = SnapshotManifest {
-        schema_version: 1,
-        template,
-        machine: MachineShape { vcpus: 1, memory_mib: 128 },
-        compat: CompatContract {
-            architecture: "amd64".to_owned(),
-            cpu_vendor: "AuthenticAMD".to_owned(),
-            cpu_features: std::collections::BTreeMap::new(),
-            kvm_kind: "svm".to_owned(),
-            state_version: 1,
-            agent_protocol: 1,
-            page_size: 4096,
-        },
-        state: store.put_blob(seed).unwrap(),
-        memory: image(store, &staging, 2 << 20, &[(0, seed)]),
-        disk: image(store, &staging, 1 << 20, &[]),
-        generation: 1,
-    };
-    let digest = store.put_json(&manifest).unwrap().digest;
-    store.set_snapshot(&template, &digest).unwrap();
-    digest
 }
 
 fn name(text: &str) -> TemplateName {

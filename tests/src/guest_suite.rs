@@ -392,7 +392,7 @@ fn damaged_snapshots(suite: &Suite) -> Result<(), Failed> {
     let directory = tempfile::tempdir()?;
     let shape = suite.snapshot.machine;
     let state = fs::read(&good.state)?;
-    let mut refused = |name: &str, state: &[u8], memory: Option<u64>| -> Result<(), Failed> {
+    let refused = |name: &str, state: &[u8], memory: Option<u64>| -> Result<(), Failed> {
         let mut files = good.clone();
         files.state = directory.path().join(name);
         fs::write(&files.state, state)?;

@@ -95,3 +95,30 @@ pub fn says(sandbox: &mut Sandbox, script: &str) -> Result<String, Failed> {
     }
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
+
+/// The value at quantile `q` (0 to 1) of `values`, which are sorted on the way; NaN for none.
+#[must_use]
+pub fn quantile(values: &mut [f64], q: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    #[allow(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "an index into a short slice"
+    )]
+    let index = (q * (values.len().saturating_sub(1)) as f64).round() as usize;
+    values.get(index).copied().unwrap_or(f64::NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quantile;
+
+    #[test]
+    fn quantiles_of_a_short_list() {
+        let mut values = [3.0, 1.0, 2.0];
+        assert_eq!(quantile(&mut values, 0.5), 2.0);
+        assert_eq!(quantile(&mut values, 0.99), 3.0);
+        assert!(quantile(&mut [], 0.5).is_nan());
+    }
+}

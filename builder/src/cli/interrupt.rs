@@ -1,23 +1,29 @@
-//! Ctrl-C and its kin: a flag that long work looks at, and for `run` a stream of signals.
+//! Ctrl-C and its kin, for work that ends in an orderly way.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// A flag set by SIGINT, SIGTERM or SIGHUP. The second such signal ends the process at once, with
-/// 130; what it leaves is swept by the next command.
-pub fn flag() -> Arc<AtomicBool> {
-    let flag = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
-        // Order matters: the check runs before the flag is set, so only a second signal ends.
-        let _ = signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&flag));
-        let _ = signal_hook::flag::register(signal, Arc::clone(&flag));
-    }
-    flag
+static ASKED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+
+/// From now on SIGINT, SIGTERM and SIGHUP set a flag instead of ending the process; the second one
+/// ends it at once, with 130. What that leaves is swept by the next command.
+pub fn watch() -> Arc<AtomicBool> {
+    let flag = ASKED.get_or_init(|| {
+        let flag = Arc::new(AtomicBool::new(false));
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            // In this order: the first signal finds the flag unset, passes, and sets it.
+            let _ =
+                signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&flag));
+            let _ = signal_hook::flag::register(signal, Arc::clone(&flag));
+        }
+        flag
+    });
+    Arc::clone(flag)
 }
 
-/// Whether the flag is set.
-pub fn is_set(flag: &AtomicBool) -> bool {
-    flag.load(Ordering::Relaxed)
+/// Whether such a signal came.
+pub fn asked() -> bool {
+    ASKED.get().is_some_and(|flag| flag.load(Ordering::Relaxed))
 }

@@ -246,10 +246,7 @@ impl VirtioDevice for Block {
         let (mut chains, mut bytes) = (0, 0);
         let progress = loop {
             let Some(chain) = ring::pop(queue, memory)? else {
-                if ring::rearm(queue, memory)? {
-                    continue;
-                }
-                break Progress::Idle;
+                break ring::rearm(queue, memory)?;
             };
             chains += 1;
             bytes += (chain.readable.len() + chain.writable.len()).min(MAX_REQUEST);

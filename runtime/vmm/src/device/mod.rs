@@ -18,12 +18,14 @@
 //! until the driver resets it. No call does unbounded work: a device that has more to do than one
 //! pass allows says [`Progress::More`], and the transport kicks it again.
 
+mod poll;
 mod ring;
 mod sys;
 
 pub mod block;
 pub mod mmio;
 pub mod rng;
+pub mod vsock;
 
 use std::fs::File;
 use std::os::fd::RawFd;
@@ -249,6 +251,11 @@ pub trait VirtioDevice: Send {
     /// the answer is the number of data bytes. Only while quiet. `None`: this is no disk.
     fn write_disk(&self, _out: &File) -> Result<Option<u64>, DeviceError> {
         Ok(None)
+    }
+
+    /// Host connections that are open and end with a snapshot. `None`: the device has none.
+    fn open_connections(&self) -> Option<u32> {
+        None
     }
 
     /// Bytes the guest holds in the disk's private overlay. `None`: this is no disk.

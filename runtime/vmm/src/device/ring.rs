@@ -5,12 +5,12 @@
 //! used: it ends silently where a chain is broken, and a device must be able to tell a short chain
 //! from a broken one (VIRTIO 1.2, 2.7.5: what a driver must not do).
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use virtio_queue::{Error as QueueError, Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileSlice};
 
-use super::{DeviceError, Interrupt};
+use super::{DeviceError, Interrupt, Progress};
 
 /// The most descriptors in one chain. Drivers may exceed the queue's size with an indirect table
 /// (Linux does not check); no driver of our devices comes near this.
@@ -139,6 +139,16 @@ pub(super) fn pop<'m>(
     walk(queue, memory, head).map(Some)
 }
 
+/// Puts back the chain popped last.
+pub(super) fn put_back_one(queue: &mut Queue) {
+    queue.set_next_avail(queue.next_avail().wrapping_sub(1));
+}
+
+/// How many chains the driver has offered so far, as a wrapping count.
+pub(super) fn offered(queue: &Queue, memory: &GuestMemoryMmap) -> Result<u16, DeviceError> {
+    queue.avail_idx(memory, Ordering::Acquire).map(|index| index.0).map_err(ring_error)
+}
+
 /// Gives a chain back to the driver; `len` bytes at its start were written.
 pub(super) fn push_used(
     queue: &mut Queue,
@@ -171,12 +181,33 @@ pub(super) fn notify(
     Ok(())
 }
 
-/// Asks the driver to kick at the next chain; true when one is there already.
-pub(super) fn rearm(queue: &mut Queue, memory: &GuestMemoryMmap) -> Result<bool, DeviceError> {
+/// Asks the driver to kick at the next chain. `More` when one is there already: the caller's pass
+/// ends all the same, or a driver that plays with the index could keep it busy for ever.
+pub(super) fn rearm(queue: &mut Queue, memory: &GuestMemoryMmap) -> Result<Progress, DeviceError> {
     if !queue.ready() {
-        return Ok(false);
+        return Ok(Progress::Idle);
     }
-    queue.enable_notification(memory).map_err(ring_error)
+    let more = queue.enable_notification(memory).map_err(ring_error)?;
+    Ok(if more { Progress::More } else { Progress::Idle })
+}
+
+/// Asks the driver to kick when it offers a chain beyond the `seen` ones, although some of those
+/// are still untouched; `More` when it has done so already. ([`rearm`] asks for a kick at the next
+/// untouched chain, which here was offered long ago: with `EVENT_IDX` none would ever come.)
+pub(super) fn rearm_at(
+    queue: &Queue,
+    memory: &GuestMemoryMmap,
+    seen: u16,
+) -> Result<Progress, DeviceError> {
+    if queue.event_idx_enabled() {
+        let at = queue.used_ring().checked_add(4 + 8 * u64::from(queue.size()));
+        let at = at.ok_or_else(|| broken("a used ring that wraps around"))?;
+        memory
+            .store(seen.to_le(), GuestAddress(at), Ordering::Relaxed)
+            .map_err(|error| broken(format!("used ring: {error}")))?;
+        fence(Ordering::SeqCst);
+    }
+    Ok(if offered(queue, memory)? == seen { Progress::Idle } else { Progress::More })
 }
 
 /// Follows the chain at `head`.

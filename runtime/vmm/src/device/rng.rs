@@ -58,10 +58,7 @@ impl VirtioDevice for Rng {
         let mut answered = 0;
         let progress = loop {
             let Some(mut chain) = ring::pop(queue, memory)? else {
-                if ring::rearm(queue, memory)? {
-                    continue;
-                }
-                break Progress::Idle;
+                break ring::rearm(queue, memory)?;
             };
             if chain.writable.len() == 0 {
                 return Err(DeviceError::Driver("an entropy request without room".into()));

@@ -53,6 +53,29 @@ pub(super) fn pwritev(
     })
 }
 
+/// Reads from the stream or device `fd` into `slices`; how many bytes, 0 at its end.
+pub(super) fn readv(fd: impl AsFd, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
+    let vectors = writable(slices);
+    retry(|| {
+        // SAFETY: as in `preadv`.
+        unsafe { libc::readv(fd.as_fd().as_raw_fd(), vectors.raw.as_ptr(), vectors.count()) }
+    })
+}
+
+/// Sends `slices` on a socket without waiting and without `SIGPIPE`; how many bytes went.
+pub(super) fn send(socket: impl AsFd, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
+    let mut vectors = readable(slices);
+    // SAFETY: an all-zero `msghdr` is a valid, empty one.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = vectors.raw.as_mut_ptr();
+    message.msg_iovlen = vectors.raw.len();
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+    retry(|| {
+        // SAFETY: the header names the vectors, which live until after the call, as in `pwritev`.
+        unsafe { libc::sendmsg(socket.as_fd().as_raw_fd(), &raw const message, flags) }
+    })
+}
+
 fn writable<'a>(
     slices: &'a [VolatileSlice<'a>],
 ) -> Vectors<vm_memory::volatile_memory::PtrGuardMut> {

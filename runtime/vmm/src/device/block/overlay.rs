@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use parbake_protocol::vmm::Disk;
@@ -335,7 +335,6 @@ fn read_file(file: &File, offset: u64, out: &mut Buffers<'_>) -> io::Result<()> 
 fn open_read_only(path: &Path) -> Result<File, DeviceError> {
     File::options()
         .read(true)
-        .custom_flags(OFlags::CLOEXEC.bits() as i32)
         .open(path)
         .map_err(|error| DeviceError::io(format!("opening disk image {}", path.display()), error))
 }
