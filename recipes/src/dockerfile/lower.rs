@@ -559,7 +559,7 @@ fn resolve_image(
 }
 
 /// Lists the secrets of all steps and refuses one whose name is also plain configuration.
-fn collect_secrets(plan: &mut BuildPlan) -> Result<(), RecipeError> {
+pub(crate) fn collect_secrets(plan: &mut BuildPlan) -> Result<(), RecipeError> {
     for stage in &plan.stages {
         for step in &stage.steps {
             let Action::Run(run) = &step.action else { continue };
