@@ -11,8 +11,8 @@ use parbake_cache::template::{
 };
 use parbake_cache::{Digest, Store, StoreError, TemplateName};
 
-use crate::flatten::{self, BuildError, BuildOptions, BuildReport};
-use crate::image::{Image, ImageConfig};
+use crate::flatten::build::{self, BuildError, BuildOptions, BuildReport};
+use crate::image::{Event, Image, ImageConfig, Platform};
 use crate::kernel::{self, KernelChoice, KernelError};
 
 /// What a template is made of besides the image.
@@ -68,11 +68,13 @@ pub fn assemble(
     image: &Image,
     options: &AssembleOptions,
     mut events: impl FnMut(&str),
+    warnings: impl FnMut(&str),
 ) -> Result<Assembled, AssembleError> {
     let kernel = kernel::ensure(store, &options.kernel, false, &mut events)?;
     let staging = store.stage()?;
     let file = staging.path().join("rootfs.ext4");
-    let report = build_rootfs(image, &file, options.free_bytes, &options.cancel, &mut events)?;
+    let report =
+        build_rootfs(image, &file, options.free_bytes, &options.cancel, &mut events, warnings)?;
     events("installing");
     let rootfs = store.adopt_image(file)?;
     let config = image.config();
@@ -80,7 +82,12 @@ pub fn assemble(
     labels.extend(options.labels.clone());
     let manifest = TemplateManifest {
         schema_version: SCHEMA_VERSION,
-        architecture: config.architecture.clone(),
+        // A plain root filesystem does not say; it is for this host.
+        architecture: if config.architecture.is_empty() {
+            Platform::default().architecture
+        } else {
+            config.architecture.clone()
+        },
         rootfs,
         kernel,
         process: process(config),
@@ -109,11 +116,22 @@ pub fn build_rootfs(
     free_bytes: u64,
     cancel: &Arc<AtomicBool>,
     mut events: impl FnMut(&str),
+    mut warnings: impl FnMut(&str),
 ) -> Result<BuildReport, BuildError> {
-    let mut options = BuildOptions::default();
-    options.ext4.free_bytes = free_bytes;
-    options.cancel = Arc::clone(cancel);
-    flatten::build_ext4(image, out, &options, &mut |event| events(&event.to_string()))
+    let mut options = BuildOptions { free_bytes, ..Default::default() };
+    options.flatten.cancel = Arc::clone(cancel);
+    let mut layers = 0;
+    build::build_ext4(image, out, &options, &mut |event| match event {
+        Event::LayerStarted { layer, layers: all, .. } => {
+            layers = all;
+            events(&format!("layer {}/{all}", layer + 1));
+        }
+        Event::Progress { layer, tar_bytes } => {
+            events(&format!("layer {}/{layers}: {} MiB", layer + 1, tar_bytes >> 20));
+        }
+        Event::Warning(text) => warnings(&text),
+        Event::LayerFinished { .. } => {}
+    })
 }
 
 fn process(config: &ImageConfig) -> ProcessConfig {
@@ -123,6 +141,6 @@ fn process(config: &ImageConfig) -> ProcessConfig {
         working_dir: config.working_dir.clone(),
         entrypoint: config.entrypoint.clone(),
         cmd: config.cmd.clone(),
-        stop_signal: config.stop_signal.clone(),
+        stop_signal: Some(config.stop_signal.clone()).filter(|signal| !signal.is_empty()),
     }
 }

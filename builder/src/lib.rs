@@ -1,6 +1,7 @@
 //! Images to root filesystems, root filesystems to templates, templates to snapshots.
 #![forbid(unsafe_code)]
 
+pub mod assemble;
 pub mod bake;
 pub mod kernel;
 pub mod template;

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use parbake_builder::assemble::{self, AssembleError, AssembleOptions, Assembled};
-use parbake_builder::flatten::BuildError;
+use parbake_builder::flatten::FlattenError;
+use parbake_builder::flatten::build::BuildError;
 use parbake_builder::image::{self, Image, ImageError, ImageOptions, ImageSource, Platform};
 use parbake_builder::kernel::KernelChoice;
 use parbake_cache::TemplateName;
@@ -76,19 +77,19 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
     options.registry.insecure.clone_from(&args.insecure_registry);
     options.registry.authfile.clone_from(&args.authfile);
     let mut step = context.progress.step(format!("build {}", args.from));
-    let image = image::open(&args.from, &options, &mut |event| step.update(event.to_string()))
-        .map_err(image_error)?;
+    let image = image::open(&args.from, &options, &mut |_| {}).map_err(image_error)?;
+    let warn = |text: &str| context.progress.note(&format!("warning: {text}"));
     let free_bytes = args.free << 20;
 
     if let Some(out) = &args.output {
         let report =
-            assemble::build_rootfs(&image, out, free_bytes, &cancel, |text| step.update(text))
+            assemble::build_rootfs(&image, out, free_bytes, &cancel, |text| step.update(text), warn)
                 .map_err(build_error)?;
-        step.done(format!("{} in {}", bytes(report.ext4.size), out.display()));
+        step.done(format!("{} in {}", bytes(report.filesystem.size), out.display()));
         if args.tag.is_empty() {
             return if context.json() {
-                output::json(&json!({ "rootfs": out, "bytes": report.ext4.size,
-                    "inodes": report.ext4.inodes, "layers": report.layers }))
+                output::json(&json!({ "rootfs": out, "bytes": report.filesystem.size,
+                    "inodes": report.filesystem.inodes, "layers": report.layers }))
             } else {
                 output::line(&out.display().to_string())
             };
@@ -97,7 +98,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
     }
     let store = context.store()?;
     let assemble_options = AssembleOptions {
-        reference: portable(&args.from),
+        reference: args.from.portable(),
         names: args.tag.clone(),
         machine: MachineShape { vcpus: args.cpus, memory_mib: args.memory },
         free_bytes,
@@ -105,8 +106,9 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         labels: args.label.iter().cloned().collect::<BTreeMap<_, _>>(),
         cancel,
     };
-    let built = assemble::assemble(&store, &image, &assemble_options, |text| step.update(text))
-        .map_err(assemble_error)?;
+    let built =
+        assemble::assemble(&store, &image, &assemble_options, |text| step.update(text), warn)
+            .map_err(assemble_error)?;
     step.done(format!("{} of disk", bytes(built.manifest.rootfs.size)));
     report(context, args, &image, &built)
 }
@@ -121,27 +123,44 @@ fn report(context: &Context, args: &Args, image: &Image, built: &Assembled) -> C
         "image": image.manifest_digest(),
         "rootfs": built.manifest.rootfs,
         "kernel": built.manifest.kernel,
-        "inodes": built.report.ext4.inodes,
+        "inodes": built.report.filesystem.inodes,
         "layers": built.report.layers,
     }))
 }
 
-/// The source without the directories of this machine, so that the same image built elsewhere is
-/// the same template.
-fn portable(source: &ImageSource) -> String {
-    let name = |path: &std::path::Path| {
-        path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+fn image_error(error: ImageError) -> CliError {
+    let kind = match &error {
+        ImageError::NoSuchReference { .. } | ImageError::MissingBlob { .. } => Kind::NotFound,
+        ImageError::Read { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+            Kind::NotFound
+        }
+        ImageError::Digest { .. }
+        | ImageError::DigestMismatch { .. }
+        | ImageError::SizeMismatch { .. } => Kind::Refused,
+        ImageError::Registry { .. } => Kind::Registry,
+        ImageError::Cancelled => Kind::Interrupted,
+        _ => Kind::User,
     };
-    let with = |scheme: &str, path: &std::path::Path, reference: &Option<String>| match reference {
-        Some(reference) => format!("{scheme}:{}:{reference}", name(path)),
-        None => format!("{scheme}:{}", name(path)),
+    CliError::new(kind, error)
+}
+
+fn build_error(error: BuildError) -> CliError {
+    let kind = match &error {
+        BuildError::Flatten(FlattenError::Cancelled) => Kind::Interrupted,
+        BuildError::Flatten(
+            FlattenError::BlobDigest { .. }
+            | FlattenError::BlobSize { .. }
+            | FlattenError::DiffId { .. },
+        ) => Kind::Refused,
+        _ => Kind::User,
     };
-    match source {
-        ImageSource::OciLayout { path, reference } => with("oci", path, reference),
-        ImageSource::OciArchive { path, reference } => with("oci-archive", path, reference),
-        ImageSource::DockerArchive { path, reference } => with("docker-archive", path, reference),
-        ImageSource::Registry { reference } => format!("docker://{reference}"),
-        ImageSource::Tar { path } => format!("tar:{}", name(path)),
-        ImageSource::Directory { path } => format!("dir:{}", name(path)),
+    CliError::new(kind, error)
+}
+
+fn assemble_error(error: AssembleError) -> CliError {
+    match error {
+        AssembleError::Build(error) => build_error(error),
+        AssembleError::Kernel(error) => kernel::kernel_error(error),
+        AssembleError::Store(error) => guest::store_error(error),
     }
 }
