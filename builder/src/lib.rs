@@ -2,4 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod ext4;
+pub mod flatten;
+pub mod image;
+pub mod layer;
 pub mod tree;
