@@ -6,4 +6,7 @@ pub mod bake;
 pub mod kernel;
 pub mod template;
 pub mod ext4;
+pub mod flatten;
+pub mod image;
+pub mod layer;
 pub mod tree;
