@@ -139,8 +139,8 @@ fn process(config: &ImageConfig) -> ProcessConfig {
         env: config.env.clone(),
         user: config.user.clone(),
         working_dir: config.working_dir.clone(),
-        entrypoint: config.entrypoint.clone(),
-        cmd: config.cmd.clone(),
-        stop_signal: Some(config.stop_signal.clone()).filter(|signal| !signal.is_empty()),
+        entrypoint: config.entrypoint.clone().unwrap_or_default(),
+        cmd: config.cmd.clone().unwrap_or_default(),
+        stop_signal: config.stop_signal.clone(),
     }
 }
