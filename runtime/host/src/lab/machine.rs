@@ -149,7 +149,7 @@ fn emulator_arguments(
         arguments.push(value);
     };
     pair("-name", "parbake-lab".into());
-    pair("-machine", "q35,accel=tcg,usb=off,vmport=off".into());
+    pair("-machine", "q35,usb=off,vmport=off".into());
     pair("-accel", "tcg,thread=multi,tb-size=512".into());
     pair("-cpu", CPU.into());
     pair("-smp", config.vcpus.to_string().into());

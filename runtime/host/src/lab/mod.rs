@@ -15,7 +15,7 @@
 //!
 //! Inside, the machine's own `/` is the root, copy-on-write: what is written there is gone with
 //! the lab. Only the store is shared for writing. Programs that may be rebuilt while the lab runs
-//! are run by their path below `/run/host` ([`Lab::host_path`]).
+//! are run by their path below `/.host` ([`Lab::host_path`]).
 //!
 //! It is for development, tests and trying out. Its user's files are readable in it; its token and
 //! state are the user's own. Its times are not a host's times.
@@ -50,7 +50,7 @@ const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a lab may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
 /// Where the lab shows the machine's files as they are now.
-const HOST: &str = "/run/host";
+const HOST: &str = "/.host";
 
 /// What a lab is to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -405,7 +405,10 @@ impl Lab {
                 return Err(LabError::NotReady { said: why.trim().to_owned(), log });
             }
             if !alive()? {
-                return Err(LabError::died("qemu", &self.state.file("qemu.log")));
+                // A machine that powered off said why on its console; an emulator that could not
+                // start, in its own log.
+                let log = if said.trim().is_empty() { self.state.file("qemu.log") } else { log };
+                return Err(LabError::died("qemu", &log));
             }
             if Instant::now() > deadline {
                 return Err(LabError::NotReady { said: last_lines(&log), log });
@@ -433,7 +436,7 @@ impl Lab {
     }
 
     /// Where the lab finds the machine's file `path` as it is now: the store at its own path,
-    /// everything else below `/run/host`. Use it for programs, which may be rebuilt while the lab
+    /// everything else below `/.host`. Use it for programs, which may be rebuilt while the lab
     /// is up.
     #[must_use]
     pub fn host_path(&self, path: &Path) -> PathBuf {
