@@ -27,6 +27,7 @@ pub mod fixup;
 pub mod identity;
 pub mod init;
 pub mod kernel;
+pub mod lab;
 pub mod listen;
 pub mod modules;
 pub mod mounts;

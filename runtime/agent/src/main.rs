@@ -7,20 +7,27 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use parbake_agent::cgroup::UserCgroup;
-use parbake_agent::init;
 use parbake_agent::listen::Listener;
 use parbake_agent::serve::{Options, serve};
+use parbake_agent::{init, lab};
 
 const USAGE: &str = "usage: parbake-agent serve (--vsock PORT | --unix PATH | --tcp ADDRESS) \
 [--token-file FILE] [--owns-machine]
-       As PID 1 it takes no arguments and brings the machine up.";
+       As PID 1 it brings a sandbox up, or with the argument `lab` a lab.";
 
 fn main() -> ExitCode {
     parbake_agent::kernel::share_one_heap();
     let mut arguments = std::env::args_os().skip(1);
     let result = match arguments.next().as_deref().map(OsStrExt::as_bytes) {
-        // The kernel hands its init whatever it did not understand itself.
-        _ if std::process::id() == 1 => init::run(),
+        // The kernel hands its init whatever it did not understand itself, so other words may be
+        // there too.
+        _ if std::process::id() == 1 => {
+            if std::env::args_os().any(|word| word == "lab") {
+                lab::run()
+            } else {
+                init::run()
+            }
+        }
         Some(b"serve") => serve_command(arguments),
         Some(b"--version") => {
             println!("parbake-agent {}", env!("CARGO_PKG_VERSION"));
