@@ -440,6 +440,10 @@ impl<'a> Session<'a> {
     }
 
     fn accept_input(&mut self, data: &[u8]) -> Result<(), FrameError> {
+        if self.exit.is_some() {
+            // Without credit the client hears of the end instead of sending more.
+            return Ok(());
+        }
         if self.input.is_none() || self.input_ended {
             // Nobody reads it any more; the client must not wait for that.
             self.owed_credit += data.len();
@@ -544,7 +548,6 @@ impl<'a> Session<'a> {
     /// The program has exited: only what its streams hold now is still delivered.
     fn begin_draining(&mut self) {
         self.input = None;
-        self.owed_credit += self.queue.len();
         self.queue.clear();
         if self.terminal {
             // The kernel hangs the terminal up once it has passed everything on.

@@ -15,6 +15,12 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a quiesce may take: overwriting gigabytes under emulation is slow.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(600);
 
+/// How long a fixup may take that makes SSH host keys.
+const KEYS_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long the agent may take to hang up after a quiesce.
+const HANG_UP_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Why a client got no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -140,19 +146,25 @@ impl<S: Stream> Client<S> {
         self.done(Request::Configure(config))
     }
 
-    /// Makes the guest ready to be frozen. The caller checks [`QuiesceReport::complete`].
+    /// Makes the guest ready to be frozen. The caller checks [`QuiesceReport::complete`]. With
+    /// `close_connections` this returns once the agent has hung up, and the client is of no more
+    /// use: drop it before the freeze.
     ///
     /// # Errors
     /// See [`ClientError`].
     pub fn quiesce(&mut self, request: QuiesceRequest) -> Result<QuiesceReport, ClientError> {
-        let usual = self.timeout;
-        self.timeout = Some(QUIESCE_TIMEOUT.max(usual.unwrap_or_default()));
-        let reply = self.call(Request::Quiesce(request));
-        self.timeout = usual;
-        match reply? {
-            Reply::Quiesce(report) => Ok(report),
-            _ => Err(ClientError::Unexpected),
+        let close = request.close_connections;
+        let reply = self.call_for(QUIESCE_TIMEOUT, Request::Quiesce(request))?;
+        let Reply::Quiesce(report) = reply else { return Err(ClientError::Unexpected) };
+        if close {
+            self.stream.set_read_timeout(Some(HANG_UP_TIMEOUT))?;
+            match self.receive_raw() {
+                Err(ClientError::Closed) => {}
+                Err(e) => return Err(e),
+                Ok(_) => return Err(ClientError::Unexpected),
+            }
         }
+        Ok(report)
     }
 
     /// Makes a restored guest its own machine. The caller checks [`FixupReport::complete`] and
@@ -161,7 +173,8 @@ impl<S: Stream> Client<S> {
     /// # Errors
     /// See [`ClientError`].
     pub fn fixup(&mut self, fixup: Fixup) -> Result<FixupReport, ClientError> {
-        match self.call(Request::Fixup(Box::new(fixup)))? {
+        let least = if fixup.ssh_host_keys { KEYS_TIMEOUT } else { Duration::ZERO };
+        match self.call_for(least, Request::Fixup(Box::new(fixup)))? {
             Reply::Fixup(report) => Ok(report),
             _ => Err(ClientError::Unexpected),
         }
@@ -286,6 +299,15 @@ impl<S: Stream> Client<S> {
     fn call(&mut self, request: Request) -> Result<Reply, ClientError> {
         self.send(&Frame::Request(request))?;
         self.reply()
+    }
+
+    /// As [`Client::call`], waiting at least this long.
+    fn call_for(&mut self, least: Duration, request: Request) -> Result<Reply, ClientError> {
+        let usual = self.timeout;
+        self.timeout = usual.map(|t| t.max(least));
+        let reply = self.call(request);
+        self.timeout = usual;
+        reply
     }
 
     fn reply(&mut self) -> Result<Reply, ClientError> {
