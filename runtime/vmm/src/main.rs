@@ -10,7 +10,7 @@ use parbake_vmm::control::{Events, Requests};
 use parbake_vmm::error::Failure;
 use parbake_vmm::machine::{self, Stages};
 use parbake_vmm::run::{self, Poll, Running};
-use parbake_vmm::vcpu::{Enter, Vcpus};
+use parbake_vmm::vcpu::{Enter, First, Vcpus};
 
 const USAGE: &str = "usage: parbake-vmm --control-fd N | --version";
 
@@ -36,10 +36,7 @@ fn main() {
             2
         }
     };
-    // No destructors: taking the machine apart takes longer than building it, and the kernel does
-    // it without us.
-    // SAFETY: `_exit` only ends the process.
-    unsafe { libc::_exit(code) }
+    exit(code)
 }
 
 /// Takes over the inherited descriptor, if it is a socket.
@@ -60,7 +57,8 @@ fn control(socket: UnixStream, stages: Stages) -> i32 {
     let Ok(sender) = socket.try_clone() else { return 1 };
     let events = Arc::new(Events::new(sender));
     match start(socket, &events, stages) {
-        Ok((running, poll)) => run::serve(running, &poll),
+        // The guest's first processor runs right here.
+        Ok(first) => first.run(),
         Err(failure) => {
             events.send(&Event::Failed {
                 kind: failure.kind().to_owned(),
@@ -71,11 +69,7 @@ fn control(socket: UnixStream, stages: Stages) -> i32 {
     }
 }
 
-fn start(
-    socket: UnixStream,
-    events: &Arc<Events>,
-    mut stages: Stages,
-) -> Result<(Running, Poll), Failure> {
+fn start(socket: UnixStream, events: &Arc<Events>, mut stages: Stages) -> Result<First, Failure> {
     let mut requests = Requests::new(socket);
     let line = requests.wait_line().map_err(|e| Failure::Config(e.to_string()))?;
     let config: VmmConfig =
@@ -85,7 +79,7 @@ fn start(
     let poll = Poll::new(&requests, &machine.shared, &machine.devices)?;
     let jail: Vec<String> = Vec::new();
     let enter: Enter = Arc::new(|| Ok(()));
-    let vcpus = Vcpus::spawn(machine.vcpu_fds, &machine.shared, &enter)?;
+    let (vcpus, first) = Vcpus::spawn(machine.vcpu_fds, &machine.shared, &enter)?;
     stages.mark("threads");
     events.send(&Event::Started { stages: stages.list, jail: jail.clone() });
     let running = Running {
@@ -98,5 +92,19 @@ fn start(
         paused: machine.paused,
         jail,
     };
-    Ok((running, poll))
+    if !machine.paused {
+        running.vcpus.resume();
+    }
+    std::thread::Builder::new()
+        .name("events".into())
+        .spawn(move || exit(run::serve(running, &poll)))
+        .map_err(|source| Failure::Host { what: "starting the event loop", source })?;
+    Ok(first)
+}
+
+/// Ends the process without destructors: taking the machine apart takes longer than building it,
+/// and the kernel does it without us.
+fn exit(code: i32) -> ! {
+    // SAFETY: `_exit` only ends the process.
+    unsafe { libc::_exit(code) }
 }

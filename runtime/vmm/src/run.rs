@@ -99,8 +99,6 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
         if let Err(failure) = running.quiesce() {
             return running.fail(&failure);
         }
-    } else {
-        running.vcpus.resume();
     }
     let mut ready = Vec::with_capacity(32);
     loop {
