@@ -8,6 +8,7 @@ use std::sync::Arc;
 use parbake_protocol::vmm::{Event, VmmConfig};
 use parbake_vmm::control::{Events, Requests};
 use parbake_vmm::error::Failure;
+use parbake_vmm::jail::{self, Filters};
 use parbake_vmm::machine::{self, Stages};
 use parbake_vmm::run::{self, Poll, Running};
 use parbake_vmm::vcpu::{Enter, First, Vcpus};
@@ -75,10 +76,18 @@ fn start(socket: UnixStream, events: &Arc<Events>, mut stages: Stages) -> Result
     let config: VmmConfig =
         serde_json::from_slice(&line).map_err(|e| Failure::Config(e.to_string()))?;
     stages.mark("config");
+    jail::check(&config)?;
     let machine = machine::open(&config, events, &mut stages)?;
     let poll = Poll::new(&requests, &machine.shared, &machine.devices)?;
-    let jail: Vec<String> = Vec::new();
-    let enter: Enter = Arc::new(|| Ok(()));
+    let filters = config.jail.seccomp.then(Filters::compile).transpose()?.map(Arc::new);
+    let mut jail = jail::enter(&config)?;
+    if filters.is_some() {
+        jail.push("seccomp".into());
+    }
+    stages.mark("jail");
+    let vcpu_filters = filters.clone();
+    let enter: Enter =
+        Arc::new(move || vcpu_filters.as_ref().map_or(Ok(()), |filters| filters.enter_vcpu()));
     let (vcpus, first) = Vcpus::spawn(machine.vcpu_fds, &machine.shared, &enter)?;
     stages.mark("threads");
     events.send(&Event::Started { stages: stages.list, jail: jail.clone() });
@@ -97,7 +106,12 @@ fn start(socket: UnixStream, events: &Arc<Events>, mut stages: Stages) -> Result
     }
     std::thread::Builder::new()
         .name("events".into())
-        .spawn(move || exit(run::serve(running, &poll)))
+        .spawn(move || {
+            exit(match filters.as_ref().map_or(Ok(()), |filters| filters.enter_events()) {
+                Ok(()) => run::serve(running, &poll),
+                Err(failure) => running.fail(&failure),
+            })
+        })
         .map_err(|source| Failure::Host { what: "starting the event loop", source })?;
     Ok(first)
 }

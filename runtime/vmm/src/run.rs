@@ -135,7 +135,8 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
 }
 
 impl Running {
-    fn fail(&self, failure: &Failure) -> i32 {
+    /// Reports why the machine cannot go on; the result is the exit code.
+    pub fn fail(&self, failure: &Failure) -> i32 {
         self.events
             .send(&Event::Failed { kind: failure.kind().to_owned(), message: failure.to_string() });
         1
