@@ -20,6 +20,7 @@ use crate::boot::{self, Entry, acpi};
 use crate::control::Events;
 use crate::device::block::Block;
 use crate::device::mmio::{MmioTransport, QUEUE_NOTIFY, SavedTransport};
+use crate::device::net::Net;
 use crate::device::rng::Rng;
 use crate::device::vsock::Vsock;
 use crate::device::{DeviceError, VirtioDevice};
@@ -278,8 +279,9 @@ fn open_devices(config: &VmmConfig) -> Result<Vec<Box<dyn VirtioDevice>>, Failur
         let vsock = Vsock::open(vsock).map_err(|e| Failure::Device(e.to_string()))?;
         devices.push(Box::new(vsock));
     }
-    if config.net.is_some() {
-        return Err(Failure::Device("this monitor has no network device".into()));
+    if let Some(net) = &config.net {
+        let net = Net::open(net).map_err(|e| Failure::Device(e.to_string()))?;
+        devices.push(Box::new(net));
     }
     if config.rng {
         devices.push(Box::new(Rng::new()));

@@ -37,6 +37,7 @@ mod kvm {
 const COMMON: &[i64] = &[
     libc::SYS_read,
     libc::SYS_write,
+    libc::SYS_sendto,
     libc::SYS_close,
     libc::SYS_futex,
     libc::SYS_munmap,
@@ -75,7 +76,6 @@ const EVENTS: &[i64] = &[
     libc::SYS_recvmsg,
     libc::SYS_recvfrom,
     libc::SYS_sendmsg,
-    libc::SYS_sendto,
     libc::SYS_accept4,
     libc::SYS_connect,
     libc::SYS_timerfd_settime,
@@ -100,10 +100,13 @@ const EVENTS_IOCTL: &[u64] = &[
     FIONBIO,
 ];
 
-/// A vCPU's: running, and what a crash report says.
-const VCPU_IOCTL: &[u64] = &[kvm::RUN, kvm::KVMCLOCK_CTRL, kvm::GET_REGS, kvm::GET_SREGS];
+/// A vCPU's: running, what a crash report says, and activating a network device.
+const VCPU_IOCTL: &[u64] =
+    &[kvm::RUN, kvm::KVMCLOCK_CTRL, kvm::GET_REGS, kvm::GET_SREGS, TUNSETOFFLOAD];
 
 const FIONBIO: u64 = 0x5421;
+/// Linux, `include/uapi/linux/if_tun.h`.
+const TUNSETOFFLOAD: u64 = 0x4004_54d0;
 
 /// Both lists, compiled.
 pub struct Filters {
