@@ -42,8 +42,9 @@ fn main() {
 
 /// Takes over the inherited descriptor, if it is a socket.
 fn adopt(number: RawFd) -> Option<UnixStream> {
-    const STANDARD: RawFd = 2;
-    if number <= STANDARD {
+    // Standard input may be it: that is the one descriptor every way of starting a process can
+    // hand over. Standard output and error may not.
+    if !(number == 0 || number > 2) {
         return None;
     }
     // SAFETY: a number that names no descriptor makes `fstat` fail; nothing is done with it then.
