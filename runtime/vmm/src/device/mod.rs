@@ -28,6 +28,7 @@ mod sys;
 
 pub mod block;
 pub mod mmio;
+pub mod net;
 pub mod rng;
 pub mod vsock;
 
