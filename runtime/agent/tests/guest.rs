@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parbake_protocol::agent::{
     AGENT_PORT, Client, ClientError, ExecEvent, ExecRequest, ExitReason, FailureKind, Fixup,
-    GuestConfig, QuiesceRequest, ZeroFill, connect_vsock_uds,
+    GuestConfig, NetworkConfig, QuiesceRequest, ZeroFill, connect_vsock_uds,
 };
 
 fn client() -> Client<UnixStream> {
@@ -42,7 +42,15 @@ fn fixup(number: u8) -> Fixup {
         machine_id: [number; 16],
         env: vec![format!("RUN={number}").into_bytes()],
         ssh_host_keys: true,
-        network: None,
+        network: (number == 2).then(|| NetworkConfig {
+            // The one interface every guest has.
+            interface: "lo".to_owned(),
+            mac: None,
+            address: [10, 9, 8, 7],
+            prefix: 24,
+            gateway: Some([10, 9, 8, 1]),
+            dns: vec![[10, 9, 8, 3], [10, 9, 8, 4]],
+        }),
     }
 }
 
@@ -188,7 +196,12 @@ fn mends() {
     }
     let wanted = "clone-2\nclone-2\n02020202020202020202020202020202\n";
     assert_eq!(sh("hostname; cat /etc/hostname /etc/machine-id"), wanted);
-    assert!(sh("getent hosts clone-2").contains("127.0.1.1"));
+    assert!(sh("getent hosts clone-2").contains("10.9.8.7"));
+    assert_eq!(get(b"/etc/resolv.conf"), "nameserver 10.9.8.3\nnameserver 10.9.8.4\n");
+    let routes = sh("cat /proc/net/route");
+    // Destination, gateway and mask, as the kernel writes them: little-endian.
+    assert!(routes.contains("lo\t00000000\t0108090A\t0003"), "{routes}");
+    assert!(sh("cat /proc/net/fib_trie").contains("10.9.8.0/24"));
     assert_ne!(get(b"/proc/sys/kernel/random/boot_id"), boot_id);
     assert_ne!(get(b"/etc/ssh/ssh_host_ed25519_key.pub"), key);
     let guest: f64 = sh("date +%s.%N").trim().parse().expect("a time");
