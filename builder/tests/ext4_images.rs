@@ -254,3 +254,38 @@ fn what_was_written_for_dead_files_leaves_no_trace() {
     };
     assert_eq!(make(&[1; 50_000]), make(&[2; 50_000]));
 }
+
+/// A change of these bytes changes every image anyone builds: only on purpose.
+#[test]
+fn images_are_these_bytes() {
+    let journal = Options {
+        journal: true,
+        free_bytes: 10 << 20,
+        free_inodes: 3000,
+        label: "golden".into(),
+        ..options()
+    };
+    for (name, plot, asked, expected) in [
+        (
+            "varied",
+            varied(),
+            options(),
+            "c803630820d857b8ba94e595108a309e8959f26fa3adf2d3e414dbdb8e10836e",
+        ),
+        (
+            "attributed",
+            attributed(),
+            journal,
+            "6e6ade32038043763d77dd9e5ee226eb7768960af970627e7ff257642d18f67a",
+        ),
+        (
+            "crowded",
+            crowded(),
+            options(),
+            "ec7999c91f3a9d7db10ea1b90d15e9c58d3a739f1a03e9b8eb5b1b568766c069",
+        ),
+    ] {
+        plot.finish(&asked);
+        assert_eq!(digest(&plot.path), expected, "{name}");
+    }
+}
