@@ -222,6 +222,8 @@ fn an_image_grows_offline() {
     }
 }
 
+/// Where the test machine's root lacks the capability, a guest's has it: this test program, run by
+/// the root of an emulated machine whose own root is this machine's file system, is the proof.
 #[test]
 fn an_image_grows_while_mounted() {
     let effective = std::fs::read_to_string("/proc/self/status").expect("status");
