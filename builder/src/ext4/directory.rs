@@ -73,10 +73,7 @@ impl<'t> Layout<'t> {
         if DOTS + bytes > ROOM {
             leaves = index(&mut entries, hash_seed);
         }
-        let nodes = if leaves.len() > IN_ROOT { leaves.len().div_ceil(IN_NODE) } else { 0 };
-        if nodes > IN_ROOT {
-            return Err(TooLarge);
-        }
+        let nodes = nodes_above(leaves.len())?;
         Ok(Self { own, parent, seed, entries, leaves, nodes })
     }
 
