@@ -43,7 +43,7 @@ fn a_bad_configuration() {
 fn a_kernel_that_does_not_fit() {
     needs_kvm!();
     let mut config = boot(&guest("ticker"), 16);
-    let Start::Boot { cmdline, initramfs, .. } = &mut config.start else { unreachable!() };
+    let Start::Boot { cmdline, .. } = &mut config.start else { unreachable!() };
     *cmdline = "x".repeat(4096);
     refused(&config, "kernel", "4096 bytes");
     let Start::Boot { cmdline, .. } = &mut config.start else { unreachable!() };
