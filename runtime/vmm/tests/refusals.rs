@@ -87,7 +87,7 @@ fn a_state_file_that_is_missing_cut_flipped_or_newer() {
         flipped[at] ^= 0x10;
         try_with(&flipped, "checksum");
     }
-    let mut newer = good.clone();
+    let mut newer = good;
     newer[8] = 2;
     try_with(&newer, "version 2");
     let missing = Snapshot { state: directory.path().join("gone"), ..snapshot.clone() };
@@ -147,7 +147,7 @@ fn a_memory_image_of_the_wrong_length() {
         file.set_len(length).expect("length");
         refused(&restore(&config, &short), "memory", what);
     }
-    let missing = Snapshot { memory: directory.path().join("gone"), ..snapshot.clone() };
+    let missing = Snapshot { memory: directory.path().join("gone"), ..snapshot };
     refused(&restore(&config, &missing), "memory", "gone");
 }
 
