@@ -14,6 +14,7 @@ use std::os::fd::RawFd;
 use parbake_protocol::vmm;
 use rustix::event::epoll::EventFlags;
 use serde::{Deserialize, Serialize};
+use virtio_queue::QueueT;
 
 use super::poll::Poll;
 use super::ring::{self, Buffers};
@@ -47,7 +48,7 @@ const FRAME: usize = 1526;
 const LARGE_FRAME: usize = 65562;
 
 /// The most frames in one pass, in each direction.
-const PASS_FRAMES: usize = 256;
+const PASS_FRAMES: usize = 64;
 
 const TOKEN: u64 = 0;
 
@@ -168,7 +169,8 @@ impl Net {
                 room += chain.writable.len();
                 pool.push_back((chain.head, chain.writable));
             }
-            if room < needed {
+            // A driver that has offered all it can gets what fits.
+            if room < needed && pool.len() < usize::from(queue.size()) {
                 progress = ring::rearm(queue, memory)?;
                 // Buffers that came since count from the first one that is put back.
                 break;

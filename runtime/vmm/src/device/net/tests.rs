@@ -114,6 +114,19 @@ fn frames_wait_for_buffers_and_keep_their_order() {
 }
 
 #[test]
+fn a_driver_with_a_small_queue_gets_frames_too() {
+    let (net, wire) = device(MAC);
+    let mut guest = Guest::boot(net, true);
+    wire.send(&frame(200, 1)).unwrap();
+    offer(&mut guest, 255, 20);
+    guest.run();
+    assert!(guest.finished(RX).is_empty());
+    offer(&mut guest, 1, 20);
+    guest.run();
+    assert_eq!(guest.finished(RX).len(), 11);
+}
+
+#[test]
 fn buffers_that_are_too_small_stop_the_device() {
     let (net, wire) = device(MAC);
     let mut guest = Guest::boot(net, true);
