@@ -99,8 +99,6 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
         if let Err(failure) = running.quiesce() {
             return running.fail(&failure);
         }
-    } else {
-        running.vcpus.resume();
     }
     let mut ready = Vec::with_capacity(32);
     loop {
@@ -137,7 +135,8 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
 }
 
 impl Running {
-    fn fail(&self, failure: &Failure) -> i32 {
+    /// Reports why the machine cannot go on; the result is the exit code.
+    pub fn fail(&self, failure: &Failure) -> i32 {
         self.events
             .send(&Event::Failed { kind: failure.kind().to_owned(), message: failure.to_string() });
         1

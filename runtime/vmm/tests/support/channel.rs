@@ -32,26 +32,51 @@ pub struct Monitor {
 
 impl Monitor {
     pub fn spawn_binary(binary: &Path, config: &VmmConfig) -> Self {
+        // A number of its own above the standard ones, which survives the exec.
+        Self::start(config, |theirs| {
+            let fd = theirs.as_raw_fd();
+            let mut command = Command::new(binary);
+            command.arg("--control-fd").arg("3").stdin(Stdio::null());
+            // SAFETY: between fork and exec, only dup2 and fcntl are called.
+            unsafe {
+                command.pre_exec(move || {
+                    if libc::dup2(fd, 3) < 0 || (fd == 3 && libc::fcntl(3, libc::F_SETFD, 0) < 0) {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                    Ok(())
+                });
+            }
+            command.spawn()
+        })
+    }
+
+    /// Like [`Self::spawn_binary`], but lets the standard library use `posix_spawn`, which is
+    /// faster. Another child started meanwhile would inherit the descriptor, too: only for
+    /// programs that start one child at a time.
+    pub fn spawn_alone(binary: &Path, config: &VmmConfig) -> Self {
+        Self::start(config, |theirs| {
+            // SAFETY: the descriptor is open.
+            unsafe { libc::fcntl(theirs.as_raw_fd(), libc::F_SETFD, 0) };
+            Command::new(binary)
+                .arg("--control-fd")
+                .arg(theirs.as_raw_fd().to_string())
+                .stdin(Stdio::null())
+                .spawn()
+        })
+    }
+
+    fn start(
+        config: &VmmConfig,
+        spawn: impl FnOnce(&UnixStream) -> std::io::Result<Child>,
+    ) -> Self {
         let (ours, theirs) = UnixStream::pair().expect("socket pair");
         ours.set_read_timeout(Some(Duration::from_secs(30))).expect("timeout");
         let mut line = serde_json::to_vec(config).expect("config");
         line.push(b'\n');
         // Before the spawn: the monitor finds its configuration waiting.
         (&ours).write_all(&line).expect("config");
-        let mut command = Command::new(binary);
-        let fd = theirs.as_raw_fd();
-        command.arg("--control-fd").arg("3").stdin(Stdio::null());
-        // SAFETY: between fork and exec, only dup2 is called.
-        unsafe {
-            command.pre_exec(move || {
-                if libc::dup2(fd, 3) < 0 || (fd == 3 && libc::fcntl(3, libc::F_SETFD, 0) < 0) {
-                    return Err(std::io::Error::last_os_error());
-                }
-                Ok(())
-            });
-        }
         let spawned = Instant::now();
-        let child = command.spawn().expect("parbake-vmm starts");
+        let child = spawn(&theirs).expect("parbake-vmm starts");
         let reader = BufReader::new(ours.try_clone().expect("clone"));
         Self { child, socket: ours, reader, spawned, pending: std::collections::VecDeque::new() }
     }
