@@ -17,6 +17,10 @@ const USAGE: &str = "usage: parbake-vmm --control-fd N | --version";
 
 fn main() {
     let stages = Stages::start();
+    // One heap for all threads: the C library opens a file of /proc when a thread's own heap
+    // shrinks, and behind the jail no thread may open anything.
+    // SAFETY: no other thread runs yet, and the call only sets a number.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     let mut arguments = std::env::args().skip(1);
     let code = match (arguments.next().as_deref(), arguments.next(), arguments.next()) {
         (Some("--version"), None, None) => {
