@@ -270,7 +270,7 @@ fn compressions_of_every_make() {
         (ZSTD, zstd(&tar)),
         (ZSTD, no_size),
         (ZSTD, [zstd(one), skippable.clone(), zstd(two), skippable.clone()].concat()),
-        (ZSTD, [skippable.clone(), zstd(&tar)].concat()),
+        (ZSTD, [skippable, zstd(&tar)].concat()),
         ("application/vnd.docker.image.rootfs.diff.tar.gzip", gzip(&tar)),
         ("application/vnd.oci.image.layer.nondistributable.v1.tar+gzip", gzip(&tar)),
     ];
