@@ -176,6 +176,12 @@ impl Read for Hashing {
     }
 }
 
+/// Processor time of all threads so far.
+fn processor() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::try_from(time).expect("a duration")
+}
+
 fn memory(key: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").expect("status");
     let line = status.lines().find(|line| line.starts_with(key)).expect("line");
@@ -198,11 +204,15 @@ fn time_and_memory() {
     let blobs: Vec<PathBuf> = blobs.into_iter().map(|(_, path)| path).collect();
     let work = tempfile::tempdir_in(std::env::temp_dir()).expect("temporary directory");
     let out = work.path().join("rootfs.ext4");
-    let mut median = |name: &str, run: &mut dyn FnMut() -> Duration| {
+    let median = |name: &str, run: &mut dyn FnMut() -> Duration| {
+        let before = processor();
         let mut times: Vec<Duration> = (0..5).map(|_| run()).collect();
+        let used = (processor() - before) / 5;
         times.sort();
-        println!("{name:40} {:>7.1?} ({:.1?} to {:.1?})", times[2], times[0], times[4]);
-        times[2]
+        println!(
+            "{name:40} {:>7.2?} ({:.2?} to {:.2?}), processor {used:.2?}",
+            times[2], times[0], times[4]
+        );
     };
     let before = memory("VmRSS");
     let mut reported = None;

@@ -19,6 +19,7 @@ mod select;
 
 use std::io::{self, Read};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use parbake_cache::Digest;
 
@@ -181,6 +182,28 @@ impl Image {
             config: ImageConfig::default(),
             manifest_digest: None,
             layers: vec![layer],
+        }
+    }
+
+    /// An image of layers that are in memory, each a tar archive, compressed or not, lowest first;
+    /// `source` is only what it says it came from.
+    #[must_use]
+    pub fn of_memory(source: &ImageSource, layers: Vec<Arc<[u8]>>) -> Self {
+        let layers = layers.into_iter().map(|bytes| Layer {
+            digest: None,
+            size: Some(bytes.len() as u64),
+            diff_id: None,
+            diff_algorithm: select::OWN_ALGORITHM,
+            declared: None,
+            created_by: None,
+            whiteouts: true,
+            open: Box::new(move || Ok(Box::new(io::Cursor::new(Arc::clone(&bytes))))),
+        });
+        Self {
+            source: source.clone(),
+            config: ImageConfig::default(),
+            manifest_digest: None,
+            layers: layers.collect(),
         }
     }
 
