@@ -1,6 +1,10 @@
 //! Images to root filesystems, root filesystems to templates, templates to snapshots.
 #![forbid(unsafe_code)]
 
+pub mod assemble;
+pub mod bake;
+pub mod kernel;
+pub mod template;
 pub mod ext4;
 pub mod flatten;
 pub mod image;

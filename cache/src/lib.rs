@@ -1,10 +1,39 @@
 //! The store: templates, snapshots and the content-addressed objects they are made of.
 //!
-//! This is the lowest room: it knows what a template *is* ([`template`]) and how its parts are
-//! named ([`digest`]), but not how one is built or run.
+//! This is the lowest room: it knows what a template *is* ([`template`]), how its parts are named
+//! ([`digest`]) and kept ([`store`]), but not how one is built or run.
 #![forbid(unsafe_code)]
 
+pub mod artifact;
+mod assembly;
+pub mod chunk;
+mod closure;
 pub mod digest;
+mod durable;
+pub mod error;
+pub mod format;
+pub mod gc;
+pub mod index;
+pub mod install;
+pub mod layout;
+pub mod live;
+mod lock;
+pub mod name;
+pub mod object;
+pub mod pack;
+mod packer;
+pub mod pagemap;
+pub mod publish;
+mod reference;
+pub mod store;
 pub mod template;
+pub mod variant;
+pub mod verify;
 
 pub use digest::Digest;
+pub use error::StoreError;
+pub use gc::{GcReport, Usage};
+pub use live::{Lease, Staging};
+pub use name::TemplateName;
+pub use store::Store;
+pub use verify::VerifyReport;
