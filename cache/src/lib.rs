@@ -6,8 +6,10 @@
 
 pub mod artifact;
 mod assembly;
+mod challenge;
 pub mod chunk;
 mod closure;
+pub mod credentials;
 pub mod digest;
 mod durable;
 pub mod error;
@@ -25,8 +27,10 @@ mod packer;
 pub mod pagemap;
 pub mod publish;
 mod reference;
+pub mod registry;
 pub mod store;
 pub mod template;
+pub mod transport;
 pub mod variant;
 pub mod verify;
 
