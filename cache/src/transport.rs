@@ -96,16 +96,6 @@ pub enum TransportError {
     /// Installing.
     #[error(transparent)]
     Install(#[from] InstallError),
-    /// A tag that was pinned is something else by now.
-    #[error("{name} is {found} now and not {pinned}; pull it by the new digest if that is meant")]
-    Moved {
-        /// The name.
-        name: TemplateName,
-        /// What was asked for.
-        pinned: Digest,
-        /// What is there.
-        found: Digest,
-    },
 }
 
 /// Packs to build upon, and the repository each is in.
@@ -173,8 +163,8 @@ impl Store {
     /// Everything after the tag is fetched by digest: a tag that moves meanwhile changes nothing.
     ///
     /// # Errors
-    /// When it is not there, not a template, does not fit, or comes damaged; when `pinned` is
-    /// given and the tag is something else.
+    /// When it is not there, not a template, or comes damaged. With `pinned`, that digest is
+    /// pulled, whatever the tag stands for by now.
     pub fn pull(
         &self,
         name: &TemplateName,

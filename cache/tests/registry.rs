@@ -66,10 +66,10 @@ fn push_sends_what_is_missing_and_pull_brings_it_all() {
 
     // A change in one place, pushed from a machine that has nothing but the new template.
     let runner = store(directory.path(), "runner");
-    let mut changed = rootfs.clone();
+    let mut changed = rootfs;
     changed[300 * 4096..301 * 4096].copy_from_slice(&pages(7, 1));
     let (next, _) = bake(&runner, &changed, 2);
-    let options_upon = PushOptions { build_upon: vec![one.clone()], ..PushOptions::default() };
+    let options_upon = PushOptions { build_upon: vec![one], ..PushOptions::default() };
     let second = runner.push(&next, &two, &options(), &options_upon, &|_| ()).unwrap();
     assert!(second.sent_bytes * 10 < first.sent_bytes, "{second:?} after {first:?}");
     // The one that has the old one knows where to look by itself, and in another repository.
