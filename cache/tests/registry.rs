@@ -39,7 +39,7 @@ fn push_sends_what_is_missing_and_pull_brings_it_all() {
     let home = store(directory.path(), "home");
     let rootfs = pages(1, 500);
     let (template, snapshot) = bake(&home, &rootfs, 2);
-    let push = |store: &Store, template, name| {
+    let push = |store: &Store, template: &Digest, name: &TemplateName| {
         store.push(template, name, &options(), &PushOptions::default(), &|_| ()).unwrap()
     };
     let (one, two) = (name(&registry.host, "team/py:3.12"), name(&registry.host, "team/py:next"));
