@@ -46,6 +46,8 @@ pub const MAX_ITEMS: usize = 256;
 pub mod layer {
     /// A document, as it lies in the store.
     pub const DOCUMENT: &str = "application/vnd.parbake.document.v1+json";
+    /// A working set, as it lies in the store.
+    pub const WORKING_SET: &str = "application/vnd.parbake.working-set.v1+json";
     /// The kernel's parts.
     pub const KERNEL: &str = "application/vnd.parbake.kernel.v1+zstd";
     /// Machine state.
@@ -157,6 +159,9 @@ pub struct ArtifactConfig {
     /// What the snapshot needs of a node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compat: Option<CompatContract>,
+    /// The snapshot's working set, a document.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub working_set: Option<Digest>,
     /// All objects, parts before what refers to them.
     pub objects: Vec<ArtifactObject>,
     /// The packs, in the order page maps count them.

@@ -27,6 +27,7 @@ use crate::pack::{self, Directory, Frame, MAX_DIRECTORY_BYTES};
 use crate::pagemap::{MAX_MAP_BYTES, PageMap};
 use crate::store::Store;
 use crate::template::{SnapshotManifest, TemplateManifest};
+use crate::working_set::WorkingSet;
 
 /// The largest compressed page map.
 const MAX_MAP_LAYER_BYTES: u64 = 64 * 1024 * 1024;
@@ -179,6 +180,17 @@ impl<'a> Installer<'a> {
             }
             self.store.check_complete(digest)?;
             self.store.set_snapshot(&config.template, digest)?;
+            if let Some(set) = &config.working_set {
+                let layer = self.manifest.layer(set)?;
+                let bytes = self.fetch(layer, "working set", MAX_DOCUMENT_BYTES)?;
+                self.store.put_blob(&bytes)?;
+                let document: WorkingSet = self.store.get_json(set)?;
+                if document.snapshot != *digest {
+                    let what = "its working set is of another snapshot".to_owned();
+                    return Err(ArtifactError::Inconsistent(what).into());
+                }
+                self.store.refer_to_working_set(digest, set)?;
+            }
         }
         Ok(Installed {
             template: config.template,

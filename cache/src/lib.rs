@@ -33,6 +33,7 @@ pub mod template;
 pub mod transport;
 pub mod variant;
 pub mod verify;
+pub mod working_set;
 
 pub use digest::Digest;
 pub use error::StoreError;

@@ -295,6 +295,7 @@ impl Publisher<'_> {
             snapshot: snapshot.map(|(digest, _)| *digest),
             machine: snapshot.map(|(_, snapshot)| snapshot.machine),
             compat: snapshot.map(|(_, snapshot)| snapshot.compat.clone()),
+            working_set: None,
             objects: Vec::new(),
             packs: Vec::new(),
         }
@@ -319,6 +320,12 @@ impl Publisher<'_> {
         for digest in documents {
             let bytes = self.store.get_blob(digest, crate::object::MAX_DOCUMENT_BYTES)?;
             layers.push(self.add_bytes(layer::DOCUMENT, bytes));
+        }
+        let working_set = config.snapshot.map(|snapshot| self.store.working_set(&snapshot));
+        if let Some((digest, _)) = working_set.transpose()?.flatten() {
+            let bytes = self.store.get_blob(&digest, crate::object::MAX_DOCUMENT_BYTES)?;
+            layers.push(self.add_bytes(layer::WORKING_SET, bytes));
+            config.working_set = Some(digest);
         }
         for (placed, extents) in images.iter().zip(extents) {
             let index = self.store.index(&placed.object.digest)?;

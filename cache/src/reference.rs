@@ -276,7 +276,7 @@ fn keyed(directory: &Path, key: &str) -> PathBuf {
     directory.join(Digest::of(key.as_bytes()).hex())
 }
 
-fn read(path: &Path) -> Result<Option<Reference>, StoreError> {
+pub(crate) fn read(path: &Path) -> Result<Option<Reference>, StoreError> {
     let bytes = match read_bounded(path, MAX_REFERENCE_BYTES) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

@@ -16,6 +16,7 @@
 //!   refs/kernels/<hex>            the same, for kernel bundles
 //!   refs/remotes/<hex>            what was last pushed to or pulled from a registry's tag; keeps nothing
 //!   refs/snapshots/<hex>/<hex>    a template's snapshots: directory named by the template
+//!   refs/working-sets/<hex>       the working set of the snapshot it is named by
 //!   live/<id>                     one per lease, staging area and writing handle; flocked while it lives
 //!   partial/<hex>                 an image being pulled, named by its digest; flocked while someone is at it
 //!   stage/<id>/                   the private directory of the live/<id> of the same name
@@ -83,7 +84,7 @@ const FORMAT_NAME: &str = "parbake store";
 const FORMAT_FILE: &str = "format.json";
 /// Far more than a format file needs.
 const MAX_FORMAT_BYTES: u64 = 64 * 1024;
-const DIRECTORIES: [&str; 11] = [
+const DIRECTORIES: [&str; 12] = [
     "objects",
     "indexes",
     "images",
@@ -92,6 +93,7 @@ const DIRECTORIES: [&str; 11] = [
     "refs/kernels",
     "refs/remotes",
     "refs/snapshots",
+    "refs/working-sets",
     "live",
     "partial",
     "stage",

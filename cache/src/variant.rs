@@ -165,7 +165,7 @@ fn bare(mut config: ArtifactConfig) -> ArtifactConfig {
         }
         ArtifactObject::Document { digest } => Some(*digest) != snapshot,
     });
-    ArtifactConfig { snapshot: None, machine: None, compat: None, ..config }
+    ArtifactConfig { snapshot: None, machine: None, compat: None, working_set: None, ..config }
 }
 
 /// The manifests behind a descriptor.

@@ -13,6 +13,7 @@ use parbake_cache::pack::Directory;
 use parbake_cache::publish::{BasePack, Content, Publication, PublishOptions};
 use parbake_cache::template::{SnapshotManifest, TemplateManifest};
 use parbake_cache::variant::{self, Choice, PullReport};
+use parbake_cache::working_set::{Role, WorkingSet};
 use parbake_cache::{Digest, Store, TemplateName};
 
 mod fixture;
@@ -118,13 +119,15 @@ fn a_template_travels_as_a_directory_and_as_an_archive() {
     let directory = tempfile::tempdir().unwrap();
     let home = store(directory.path(), "home");
     let (template, snapshot) = bake(&home, 1);
+    let touched = WorkingSet::of(snapshot, [(Role::Memory, 7), (Role::Rootfs, 20)]);
+    let working_set = home.set_working_set(&touched).unwrap();
     let publication = home.publish(&template, &PublishOptions::default()).unwrap();
     let (dir, tar) = (directory.path().join("layout"), directory.path().join("py.tar"));
     publication.export_directory(&dir, &name()).unwrap();
     publication.export_archive(&tar, &name()).unwrap();
     assert!(publication.export_directory(&dir, &name()).is_err(), "not over something");
-    for (path, away) in [(&dir, "away-dir"), (&tar, "away-tar")] {
-        let away = store(directory.path(), away);
+    for (path, place) in [(&dir, "away-dir"), (&tar, "away-tar")] {
+        let away = store(directory.path(), place);
         let layout = Layout::open(path).unwrap();
         let (root, found) = layout.root(Some("3.12")).unwrap();
         assert_eq!(found.as_deref(), Some("team/py:3.12"));
@@ -132,6 +135,10 @@ fn a_template_travels_as_a_directory_and_as_an_archive() {
         assert_eq!(report.template, template);
         assert_eq!(away.snapshots(&template).unwrap()[0].0, snapshot);
         away.tag(&name(), &template).unwrap();
+        drop(away);
+        let away = Store::open(&directory.path().join(place)).unwrap();
+        away.collect(None).unwrap();
+        assert_eq!(away.working_set(&snapshot).unwrap(), Some((working_set, touched.clone())));
         assert!(away.verify(false).unwrap().is_clean());
         // What was sparse is sparse, and the same documents name the same bytes.
         let manifest: TemplateManifest = away.get_json(&template).unwrap();
