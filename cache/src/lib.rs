@@ -18,6 +18,7 @@ pub mod gc;
 pub mod index;
 pub mod install;
 pub mod layout;
+pub mod lazy;
 pub mod live;
 mod lock;
 pub mod name;
