@@ -301,7 +301,7 @@ impl Manifest {
     /// When it is something else; `what` is how the user named it.
     pub fn parse(bytes: &[u8], digest: &Digest, what: &str) -> Result<Self, ArtifactError> {
         let manifest: Self = parse_json("manifest", bytes, digest, MAX_MANIFEST_BYTES)?;
-        let compat = manifest.annotations.contains_key("dev.parbake.compat");
+        let compat = manifest.annotations.contains_key(crate::compat_image::MARK);
         let found = manifest.artifact_type.as_deref().unwrap_or(&manifest.config.media_type);
         if found == ARTIFACT_TYPE || manifest.config.media_type == CONFIG_TYPE || compat {
             return Ok(manifest);

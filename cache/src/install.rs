@@ -142,9 +142,7 @@ impl<'a> Installer<'a> {
     /// When it cannot be had or is not usable.
     pub fn config(&self) -> Result<ArtifactConfig, InstallError> {
         let descriptor = &self.manifest.config;
-        if descriptor.media_type != CONFIG_TYPE
-            && !self.manifest.annotations.contains_key("dev.parbake.compat")
-        {
+        if descriptor.media_type != CONFIG_TYPE {
             let what = format!("its config has type {:?}", descriptor.media_type);
             return Err(ArtifactError::Inconsistent(what).into());
         }

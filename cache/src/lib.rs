@@ -9,6 +9,7 @@ mod assembly;
 mod challenge;
 pub mod chunk;
 mod closure;
+mod compat_image;
 pub mod credentials;
 pub mod digest;
 mod durable;

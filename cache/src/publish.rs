@@ -64,7 +64,7 @@ pub struct Publication {
     /// What it took.
     pub stats: PublishStats,
     _lease: Lease,
-    _staging: Staging,
+    staging: Staging,
 }
 
 /// A part of an artifact.
@@ -116,11 +116,11 @@ impl Default for PublishOptions {
     fn default() -> Self {
         Self {
             level: 3,
-            run_pages: 32,
+            run_pages: 64,
             created: None,
             annotations: BTreeMap::new(),
             bases: Vec::new(),
-            min_use_percent: 40,
+            min_use_percent: 20,
             snapshots: true,
         }
     }
@@ -276,7 +276,7 @@ impl Publisher<'_> {
             index,
             stats,
             _lease: lease,
-            _staging: self.staging,
+            staging: self.staging,
         })
     }
 
@@ -468,6 +468,12 @@ impl Publisher<'_> {
         let descriptor = Descriptor::new(media_type, digest, written.len);
         self.add(Blob { descriptor: descriptor.clone(), content: Content::File(path) });
         Ok(BlobLayer { object: object.clone(), descriptor })
+    }
+}
+
+impl Publication {
+    pub(crate) fn staging_path(&self) -> &std::path::Path {
+        self.staging.path()
     }
 }
 

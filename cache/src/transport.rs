@@ -31,6 +31,9 @@ pub struct PushOptions {
     pub publish: PublishOptions,
     /// Names on the same registry to look at first for packs to build upon.
     pub build_upon: Vec<TemplateName>,
+    /// Dress it as an ordinary image, for registries that refuse what they do not know. Implies
+    /// `fresh`.
+    pub compat_image: bool,
     /// Send everything afresh: neither this tag's packs nor any other's are built upon.
     pub fresh: bool,
 }
@@ -128,7 +131,7 @@ impl Store {
             Err(error) => return Err(error.into()),
         };
         let mut bases = Bases::default();
-        if !options.fresh {
+        if !options.fresh && !options.compat_image {
             let mut names = vec![name.clone()];
             names.extend(options.build_upon.iter().cloned());
             names.extend(self.known_remotes(host)?);
@@ -146,6 +149,9 @@ impl Store {
             // The registry would not share them after all: send everything.
             publish.bases.clear();
             publication = self.publish(template, &publish)?;
+        }
+        if options.compat_image {
+            publication = publication.into_compat_image()?;
         }
         let mut report = send(&target, &publication, &bases, observer)?;
         for manifest in &publication.manifests {

@@ -417,6 +417,39 @@ fn what_is_no_template_or_a_newer_one_is_refused_by_name() {
 }
 
 #[test]
+fn dressed_as_an_image_it_is_the_same_inside() {
+    let directory = tempfile::tempdir().unwrap();
+    let home = store(directory.path(), "home");
+    let (template, snapshot) = bake(&home, 1);
+    let publish = || home.publish(&template, &PublishOptions::default()).unwrap();
+    let image = publish().into_compat_image().unwrap();
+    let source = Memory::of(&image);
+    for blob in &image.blobs {
+        let kind = &blob.descriptor.media_type;
+        assert!(kind.starts_with("application/vnd.oci.image."), "{kind}");
+    }
+    let away = store(directory.path(), "away");
+    install(&away, &source, &image.index.descriptor, &Choice::All).unwrap();
+    assert_eq!(away.snapshots(&template).unwrap()[0].0, snapshot);
+    assert!(away.verify(false).unwrap().is_clean());
+    // Other tools take it for an image, and every layer is a tar file they can read.
+    let path = directory.path().join("image.tar");
+    image.export_archive(&path, &name()).unwrap();
+    let layer = directory.path().join("layer.tar");
+    for blob in image.blobs.iter().filter(|b| b.descriptor.media_type.ends_with("tar")).take(3) {
+        std::fs::write(&layer, &source.blobs[&blob.descriptor.digest]).unwrap();
+        let output = std::process::Command::new("tar").arg("-tf").arg(&layer).output().unwrap();
+        let inside = &blob.descriptor.annotations["dev.parbake.blob.digest"];
+        let expected = format!("parbake/{}\n", &inside["sha256:".len()..]);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), expected);
+    }
+    // What builds upon others cannot be dressed.
+    let bases = bases(&publish());
+    let options = PublishOptions { bases, ..PublishOptions::default() };
+    assert!(home.publish(&template, &options).unwrap().into_compat_image().is_err());
+}
+
+#[test]
 fn skopeo_copies_what_is_exported() {
     if std::process::Command::new("skopeo").arg("--version").output().is_err() {
         eprintln!("skipped: there is no skopeo here");

@@ -118,6 +118,20 @@ fn skopeo_copies_a_template_between_registries() {
     let report = away.pull(&to, None, &options(), &Choice::All, &|_| ()).unwrap();
     assert_eq!(report.template, template);
     assert!(away.verify(false).unwrap().is_clean());
+    // Dressed as an image, it goes the same way.
+    let dressed = name(&registry.host, "dressed:1");
+    let image = PushOptions { compat_image: true, ..PushOptions::default() };
+    home.push(&template, &dressed, &options(), &image, &|_| ()).unwrap();
+    let copy = name(&registry.host, "dressed:2");
+    let output = Command::new("skopeo")
+        .args(["copy", "--all", "--quiet", "--src-tls-verify=false", "--dest-tls-verify=false"])
+        .args([format!("docker://{dressed}"), format!("docker://{copy}")])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let fresh = store(directory.path(), "fresh");
+    let report = fresh.pull(&copy, None, &options(), &Choice::All, &|_| ()).unwrap();
+    assert_eq!(report.template, template);
     // An ordinary image is refused, with the way out.
     let image = directory.path().join("image");
     std::fs::create_dir_all(image.join("blobs/sha256")).unwrap();
