@@ -121,7 +121,7 @@ impl Store {
         roots.extend(held);
         let (reached, _) = self.reach(roots, true)?;
         // References of what goes, first: a reference never dangles.
-        for directory in ["refs/snapshots", "refs/working-sets"] {
+        for directory in ["refs/snapshots", "refs/working-sets", "refs/used"] {
             let directory = self.root().join(directory);
             for entry in fs::read_dir(&directory).map_err(StoreError::io("read", &directory, 0))? {
                 let path = entry.map_err(StoreError::io("read", &directory, 0))?.path();
@@ -192,9 +192,10 @@ impl Store {
                 if in_use.contains(&reference.digest) {
                     continue;
                 }
-                let used = fs::metadata(&path).and_then(|m| m.modified());
+                let made = fs::metadata(&path).and_then(|m| m.modified()).ok();
+                let used = live::last_use(self.root(), &reference.digest);
                 candidates.push(Candidate {
-                    used: used.unwrap_or(SystemTime::UNIX_EPOCH),
+                    used: made.max(used).unwrap_or(SystemTime::UNIX_EPOCH),
                     path,
                     digest: reference.digest,
                 });

@@ -16,6 +16,7 @@
 //!   refs/kernels/<hex>            the same, for kernel bundles
 //!   refs/remotes/<hex>            what was last pushed to or pulled from a registry's tag; keeps nothing
 //!   refs/snapshots/<hex>/<hex>    a template's snapshots: directory named by the template
+//!   refs/used/<hex>               empty; its time is when the object was last leased
 //!   refs/working-sets/<hex>       the working set of the snapshot it is named by
 //!   live/<id>                     one per lease, staging area and writing handle; flocked while it lives
 //!   partial/<hex>                 an image being pulled, named by its digest; flocked while someone is at it
@@ -84,7 +85,7 @@ const FORMAT_NAME: &str = "parbake store";
 const FORMAT_FILE: &str = "format.json";
 /// Far more than a format file needs.
 const MAX_FORMAT_BYTES: u64 = 64 * 1024;
-const DIRECTORIES: [&str; 12] = [
+const DIRECTORIES: [&str; 13] = [
     "objects",
     "indexes",
     "images",
@@ -93,6 +94,7 @@ const DIRECTORIES: [&str; 12] = [
     "refs/kernels",
     "refs/remotes",
     "refs/snapshots",
+    "refs/used",
     "refs/working-sets",
     "live",
     "partial",
