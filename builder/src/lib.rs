@@ -2,7 +2,8 @@
 #![forbid(unsafe_code)]
 
 pub mod bake;
+pub mod execute;
+pub mod ext4;
 pub mod kernel;
 pub mod template;
-pub mod ext4;
 pub mod tree;
