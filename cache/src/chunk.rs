@@ -115,7 +115,11 @@ pub(crate) fn in_parallel<E: Send>(
 }
 
 /// The numbers of the chunks that touch a data extent, ascending.
-fn chunks_with_data(file: &File, chunk_size: u32, image_size: u64) -> io::Result<Vec<u32>> {
+pub(crate) fn chunks_with_data(
+    file: &File,
+    chunk_size: u32,
+    image_size: u64,
+) -> io::Result<Vec<u32>> {
     let mut numbers = Vec::new();
     let mut position = 0;
     while position < image_size {

@@ -43,7 +43,7 @@ pub struct Usage {
     pub logical_bytes: u64,
     /// Disk space taken in bytes, indexes and staging included.
     pub disk_bytes: u64,
-    /// Disk space of staging areas, dead or alive, in bytes.
+    /// Disk space of staging areas and partial images, dead or alive, in bytes.
     pub staging_bytes: u64,
     /// Disk space a collection would free, in bytes.
     pub reclaimable_bytes: u64,
@@ -66,6 +66,7 @@ impl Store {
     pub fn collect(&self, keep: Option<u64>) -> Result<GcReport, StoreError> {
         let _lock = self.lock(Mode::Exclusive)?;
         let held = live::sweep(self.root())?;
+        crate::install::sweep_partial(self)?;
         let mut report = GcReport::default();
         self.sweep_unreached(&held, &mut report)?;
         let Some(quota) = keep else { return Ok(report) };
@@ -109,7 +110,8 @@ impl Store {
                 Ok(())
             })?;
         }
-        usage.staging_bytes = disk_bytes_below(&self.root().join("stage"));
+        usage.staging_bytes = disk_bytes_below(&self.root().join("stage"))
+            + disk_bytes_below(&self.root().join("partial"));
         usage.disk_bytes += usage.staging_bytes;
         Ok(usage)
     }

@@ -4,6 +4,8 @@
 //! ([`digest`]) and kept ([`store`]), but not how one is built or run.
 #![forbid(unsafe_code)]
 
+pub mod artifact;
+mod assembly;
 pub mod chunk;
 mod closure;
 pub mod digest;
@@ -12,15 +14,20 @@ pub mod error;
 pub mod format;
 pub mod gc;
 pub mod index;
+pub mod install;
+pub mod layout;
 pub mod live;
 mod lock;
 pub mod name;
 pub mod object;
 pub mod pack;
+mod packer;
 pub mod pagemap;
+pub mod publish;
 mod reference;
 pub mod store;
 pub mod template;
+pub mod variant;
 pub mod verify;
 
 pub use digest::Digest;

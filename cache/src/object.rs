@@ -270,7 +270,7 @@ impl Store {
     }
 
     /// Journals the object and says whether it is present. The caller holds the lock shared.
-    fn hold_if_present(&self, tree: Tree, digest: &Digest) -> Result<bool, StoreError> {
+    pub(crate) fn hold_if_present(&self, tree: Tree, digest: &Digest) -> Result<bool, StoreError> {
         self.journal(digest)?;
         let path = self.object_path(tree, digest);
         if !path.exists() {

@@ -16,6 +16,7 @@
 //!   refs/kernels/<hex>            the same, for kernel bundles
 //!   refs/snapshots/<hex>/<hex>    a template's snapshots: directory named by the template
 //!   live/<id>                     one per lease, staging area and writing handle; flocked while it lives
+//!   partial/<hex>                 an image being pulled, named by its digest; flocked while someone is at it
 //!   stage/<id>/                   the private directory of the live/<id> of the same name
 //! ```
 //!
@@ -40,6 +41,9 @@
 //! (hashing and writing are done before). Removing takes it exclusively, from marking to the last
 //! unlink. So an object found present cannot vanish before it is referred to. Locks are tried, not
 //! waited for in the kernel.
+//!
+//! A `partial/` file outlives its process, so that a pull that was cut short goes on where it
+//! stopped; a collection removes it. What is in it is believed only after hashing.
 //!
 //! A `live/` file that nobody holds belongs to a dead process, and is swept with its staging
 //! directory. Where the other kernel's locks cannot be seen (a server that keeps `flock` local),
@@ -78,7 +82,7 @@ const FORMAT_NAME: &str = "parbake store";
 const FORMAT_FILE: &str = "format.json";
 /// Far more than a format file needs.
 const MAX_FORMAT_BYTES: u64 = 64 * 1024;
-const DIRECTORIES: [&str; 9] = [
+const DIRECTORIES: [&str; 10] = [
     "objects",
     "indexes",
     "images",
@@ -87,6 +91,7 @@ const DIRECTORIES: [&str; 9] = [
     "refs/kernels",
     "refs/snapshots",
     "live",
+    "partial",
     "stage",
 ];
 

@@ -101,8 +101,15 @@ impl Store {
         };
         if repair && !found.is_empty() {
             let _lock = self.lock(Mode::Exclusive)?;
-            for (_, damage, path) in &found {
-                match fs::remove_file(path) {
+            for (tree, damage, path) in &found {
+                let taken = match tree {
+                    // Where a pull finds it, and fetches only what is wrong with it.
+                    Tree::Images => {
+                        fs::rename(path, self.root().join("partial").join(damage.digest.hex()))
+                    }
+                    _ => fs::remove_file(path),
+                };
+                match taken {
                     Ok(()) => report.removed.push(damage.digest),
                     Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
                     Err(error) => return Err(StoreError::io("remove", path, 0)(error)),

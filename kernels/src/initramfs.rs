@@ -65,3 +65,16 @@ pub fn build(agent: &[u8], modules: &[Module]) -> Vec<u8> {
     archive.pad(512);
     archive.bytes
 }
+
+/// Builds an archive of plain files `(name, permissions, content)`, to be put behind another one:
+/// the kernel unpacks both.
+#[must_use]
+pub fn files(files: &[(&str, u32, &[u8])]) -> Vec<u8> {
+    let mut archive = Archive { bytes: Vec::new(), next_inode: 1 };
+    for (name, permissions, content) in files {
+        archive.entry(name, 0o100_000 | (permissions & 0o777), (0, 0), content);
+    }
+    archive.entry(TRAILER, 0, (0, 0), &[]);
+    archive.pad(512);
+    archive.bytes
+}

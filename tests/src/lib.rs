@@ -1,8 +1,11 @@
 //! What the end-to-end tests and benchmarks share: a sandbox from a store, and running in it.
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use parbake_builder::assemble;
+use parbake_builder::image::{self, ImageOptions, ImageSource};
 use parbake_builder::bake::{self, BakeOptions, Baked};
 use parbake_builder::template::Template;
 use parbake_cache::Store;
@@ -72,6 +75,17 @@ impl Fixture {
     pub fn options() -> SandboxOptions {
         SandboxOptions { ready_timeout: Duration::from_secs(120), ..Default::default() }
     }
+}
+
+/// Builds the root filesystem of an OCI layout's image into `out`.
+///
+/// # Errors
+/// What the build says.
+pub fn build_rootfs(layout: &std::path::Path, out: &std::path::Path) -> Result<(), Failed> {
+    let source = ImageSource::OciLayout { path: layout.to_owned(), reference: None };
+    let image = image::open(&source, &ImageOptions::default(), &mut |_| {})?;
+    assemble::build_rootfs(&image, out, 64 << 20, &Arc::default(), |_| {}, |_| {})?;
+    Ok(())
 }
 
 /// Runs a shell command in a sandbox and returns what it wrote and how it ended.

@@ -1,11 +1,10 @@
 //! `parbake doctor`: what this host can do, what is missing, and how to mend it.
 
-use parbake_host::lab::LabConfig;
 use parbake_host::probe::{self, State};
 use serde_json::json;
 
 use super::error::CliResult;
-use super::{Context, output};
+use super::{Context, guest, output};
 
 /// Show what this host can do, what is missing, and how to mend it
 ///
@@ -15,7 +14,7 @@ pub struct Args {}
 
 /// Probes and prints.
 pub fn run(context: &Context, _args: &Args) -> CliResult<u8> {
-    let report = probe::probe(&context.store_root(), LabConfig::DEFAULT_MEMORY_MIB);
+    let report = probe::probe(&context.store_root(), guest::LAB_MEMORY_MIB);
     let programs = [
         ("parbake-vmm", parbake_node::programs::vmm()),
         ("parbake-agent", parbake_node::programs::agent()),

@@ -10,6 +10,8 @@ use parbake_host::{HostMode, probe};
 use parbake_node::monitor::MonitorError;
 use parbake_node::sandbox::{SandboxError, SandboxOptions};
 use parbake_protocol::agent::{AGENT_PROTOCOL, ExecRequest};
+use parbake_vmm::snapshot::contract;
+use parbake_vmm::snapshot::state::STATE_VERSION;
 
 use super::error::{CliError, CliResult, Kind};
 use super::stdio::{self, Ended};
@@ -35,7 +37,7 @@ pub fn place(context: &Context) -> CliResult<Place> {
         HostChoice::Kvm => return Ok(Place::Here),
         HostChoice::Lab => parbake_host::HostChoice::Lab,
     };
-    let report = probe::probe(&context.store_root(), LabConfig::DEFAULT_MEMORY_MIB);
+    let report = probe::probe(&context.store_root(), LAB_MEMORY_MIB);
     match choice.resolve(&report) {
         Ok(HostMode::Kvm) => Ok(Place::Here),
         Ok(HostMode::Lab) => Ok(Place::Lab),
@@ -48,9 +50,21 @@ pub fn place(context: &Context) -> CliResult<Place> {
     }
 }
 
+/// What a lab is given, in MiB.
+pub const LAB_MEMORY_MIB: u32 = 3072;
+
+/// What the lab of this store is to be.
+pub fn lab_config(context: &Context) -> CliResult<LabConfig> {
+    // Opened so that it exists, and asked for its path so that links are followed.
+    let store = context.store()?;
+    let root = store.root().canonicalize().map_err(|error| CliError::new(Kind::User, error))?;
+    let agent = parbake_node::programs::agent().map_err(|error| CliError::new(Kind::User, error))?;
+    Ok(LabConfig { memory_mib: LAB_MEMORY_MIB, ..LabConfig::new(root, agent) })
+}
+
 /// The lab, started if it is not running, with a line on stderr that says so.
 pub fn lab(context: &Context) -> CliResult<Lab> {
-    let config = LabConfig::new(context.store_root());
+    let config = lab_config(context)?;
     let mut step = None;
     let lab = Lab::ensure_up(&config, &mut |event| {
         let step = step.get_or_insert_with(|| context.progress.step("starting the lab"));
@@ -58,7 +72,7 @@ pub fn lab(context: &Context) -> CliResult<Lab> {
     });
     let lab = lab.map_err(|error| CliError::new(Kind::Host, error))?;
     if let Some(step) = step {
-        step.done("an emulated KVM host; its times are not a real host's");
+        step.done("up: an emulated KVM host, whose times are not a real host's");
     }
     Ok(lab)
 }
@@ -72,7 +86,8 @@ pub fn in_lab(context: &Context) -> CliResult<u8> {
 pub fn in_lab_with(context: &Context, tty: bool, stdin: bool) -> CliResult<u8> {
     let lab = lab(context)?;
     let internal = |error: std::io::Error| CliError::new(Kind::Internal, error);
-    let program = std::env::current_exe().map_err(internal)?;
+    // Programs are taken from the machine as it is now, not as it was when the lab started.
+    let program = lab.host_path(&std::env::current_exe().map_err(internal)?);
     let mut argv = vec![program.as_os_str().as_bytes().to_vec()];
     argv.extend(std::env::args_os().skip(1).map(|word| word.as_bytes().to_vec()));
     let mut request = ExecRequest::new(argv);
@@ -103,14 +118,13 @@ pub fn in_lab_with(context: &Context, tty: bool, stdin: bool) -> CliResult<u8> {
 }
 
 /// What decides which snapshots this machine can restore.
-pub fn host_class() -> CliResult<HostClass> {
-    let class = parbake_host::cpu::class();
-    Ok(HostClass {
-        cpu_vendor: class.vendor,
-        kvm_kind: class.kvm_kind,
-        state_version: parbake_protocol::vmm::STATE_VERSION,
+pub fn host_class() -> HostClass {
+    HostClass {
+        cpu_vendor: contract::host_vendor(),
+        kvm_kind: contract::kvm_kind().to_owned(),
+        state_version: STATE_VERSION,
         agent_protocol: AGENT_PROTOCOL,
-    })
+    }
 }
 
 /// How sandboxes of this command run.

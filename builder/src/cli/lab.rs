@@ -1,6 +1,6 @@
 //! `parbake lab`: the emulated KVM host.
 
-use parbake_host::lab::{Lab, LabConfig};
+use parbake_host::lab::{self, Lab, LabStatus};
 use parbake_protocol::agent::ExecRequest;
 use serde_json::json;
 
@@ -39,23 +39,24 @@ enum Verb {
 
 /// Does what was asked.
 pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
-    let config = LabConfig::new(context.store_root());
+    let root = context.store_root();
+    let state = lab::default_state_dir(&root.canonicalize().unwrap_or(root));
     match &args.verb {
         Verb::Up => {
             guest::lab(context)?;
             Ok(0)
         }
         Verb::Status => {
-            let status = Lab::status(&config).kind(Kind::Host)?;
+            let status = Lab::status(&state).kind(Kind::Host)?;
             if context.json() {
                 output::json(&json!(status))?;
             } else {
-                output::line(&status.to_string())?;
+                output::line(&describe(&status))?;
             }
-            Ok(if status.is_up() { 0 } else { 3 })
+            Ok(if matches!(status, LabStatus::Up { .. }) { 0 } else { 3 })
         }
         Verb::Down => {
-            Lab::down(&config).kind(Kind::Host)?;
+            Lab::down(&state).kind(Kind::Host)?;
             Ok(0)
         }
         Verb::Exec { tty, command } => {
@@ -83,6 +84,19 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
                     Err(CliError::new(kind, failure.message))
                 }
             }
+        }
+    }
+}
+
+fn describe(status: &LabStatus) -> String {
+    match status {
+        LabStatus::Down => "down".to_owned(),
+        LabStatus::Up { pid, uptime_s, memory_mib, vcpus, kernel, sessions, .. } => format!(
+            "up for {uptime_s} s: kernel {kernel}, {vcpus} vCPUs, {memory_mib} MiB, {sessions} \
+             sessions, process {pid}"
+        ),
+        LabStatus::Unresponsive { pids, why } => {
+            format!("not answering ({why}); processes {pids:?}; `parbake lab down` ends them")
         }
     }
 }

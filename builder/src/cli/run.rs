@@ -145,7 +145,7 @@ fn snapshot(
     template: &Template,
     shape: parbake_cache::template::MachineShape,
 ) -> CliResult<SnapshotManifest> {
-    let host = guest::host_class()?;
+    let host = guest::host_class();
     if let Some((_, snapshot)) = template.snapshot(store, shape, &host).map_err(guest::classify)? {
         return Ok(snapshot);
     }

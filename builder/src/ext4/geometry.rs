@@ -58,11 +58,6 @@ pub fn groups_for(blocks: u64) -> u64 {
     blocks.div_ceil(BLOCKS_PER_GROUP)
 }
 
-/// Reserved blocks below block `end`, which must not lie inside a reserved range.
-pub fn reserved_below(end: u64) -> u64 {
-    (0..groups_for(end)).filter(|&group| has_superblock(group)).count() as u64 * RESERVED_BLOCKS
-}
-
 /// The cursor that gives out the image's blocks in order and steps over the reserved ranges. It
 /// does arithmetic only: where a file lies depends on nothing but what was allocated before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -152,7 +147,7 @@ pub struct Geometry {
 pub struct Demand {
     /// Inodes, reserved and free ones included.
     pub inodes: u64,
-    /// Free blocks wanted.
+    /// Blocks wanted for use by others than the kernel.
     pub free: u64,
     /// Blocks below the cursor that are free already.
     pub unused: u64,
@@ -162,6 +157,29 @@ pub struct Demand {
 const MAX_INODES_PER_GROUP: u64 = 8 * BLOCK_BYTES;
 /// Fewest inodes per group, so that groups added by growth bring at least one inode per 64 KiB.
 const MIN_INODES_PER_GROUP: u64 = 2048;
+
+/// Fewest blocks with which an image has `count` groups.
+fn shortest(count: u64) -> u64 {
+    let last = (count - 1) * BLOCKS_PER_GROUP;
+    if has_superblock(count - 1) { last + RESERVED_BLOCKS + 1 } else { last + 1 }
+}
+
+/// Size of an image of at least `least` blocks that is used up to `cursor`, where `have` blocks are
+/// free below it, and that is to have `free` free blocks. The kernel keeps a fiftieth of all blocks,
+/// at most 4096, for its own needs; they come on top.
+fn size_with_free(cursor: &DataArea, free: u64, have: u64, least: u64) -> u64 {
+    let mut kept = 0;
+    loop {
+        let mut end = cursor.clone();
+        end.allocate((free + kept).saturating_sub(have), |_, _| ());
+        let blocks = end.end().max(least);
+        let keeps = if free == 0 { 0 } else { (blocks / 50).min(4096) };
+        if keeps <= kept {
+            return blocks;
+        }
+        kept = keeps;
+    }
+}
 
 impl Geometry {
     /// Finds the smallest image with the demanded room and places the group tables from `cursor`
@@ -174,14 +192,11 @@ impl Geometry {
         while count <= MAX_GROUPS {
             let mut end = cursor.clone();
             let (geometry, gaps) = Self::place(&mut end, count, demand.inodes);
-            let missing = demand.free.saturating_sub(demand.unused + gaps);
-            end.allocate(missing, |_, _| ());
-            let needed = groups_for(end.end());
+            let have = demand.unused + gaps;
+            let blocks = size_with_free(&end, demand.free, have, shortest(count));
+            let needed = groups_for(blocks);
             if needed <= count {
-                let last = (count - 1) * BLOCKS_PER_GROUP;
-                let shortest =
-                    if has_superblock(count - 1) { last + RESERVED_BLOCKS + 1 } else { last + 1 };
-                return Some(Self { blocks: end.end().max(shortest), ..geometry });
+                return Some(Self { blocks, ..geometry });
             }
             count = needed;
         }
@@ -241,6 +256,11 @@ impl Geometry {
 mod tests {
     use super::*;
 
+    /// Reserved blocks below block `end`, which must not lie inside a reserved range.
+    fn reserved_below(end: u64) -> u64 {
+        (0..groups_for(end)).filter(|&group| has_superblock(group)).count() as u64 * RESERVED_BLOCKS
+    }
+
     #[test]
     fn backups_are_at_powers_of_three_five_and_seven() {
         let found: Vec<u64> = (0..400).filter(|&group| has_superblock(group)).collect();
@@ -291,7 +311,7 @@ mod tests {
     fn refuses_more_than_the_descriptor_tables_can_describe() {
         let mut cursor = DataArea::new();
         let demand = |free| Demand { inodes: 100, free, unused: 0 };
-        assert!(Geometry::solve(&cursor, demand(4020 * BLOCKS_PER_GROUP)).is_some());
+        assert!(Geometry::solve(&cursor, demand(4000 * BLOCKS_PER_GROUP)).is_some());
         assert!(Geometry::solve(&cursor, demand(4032 * BLOCKS_PER_GROUP)).is_none());
         cursor.allocate(4032 * BLOCKS_PER_GROUP, |_, _| ());
         assert!(Geometry::solve(&cursor, demand(0)).is_none());

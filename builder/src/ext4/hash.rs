@@ -80,3 +80,23 @@ fn transform(state: &mut [u32; 4], input: &[u32; 8]) {
         *word = word.wrapping_add(add);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What debugfs's `dx_hash -h half_md4` says.
+    #[test]
+    fn agrees_with_debugfs() {
+        let seed: [u8; 16] = std::array::from_fn(|i| i as u8 + 1);
+        let long = b"a-name-that-is-longer-than-thirty-two-bytes-and-then-some";
+        for (name, seed, major, minor) in [
+            (&b"hello"[..], &[0; 16], 0x1746_da32, 0x4200_13b5),
+            (long, &seed, 0x20af_04c0, 0xa1a2_e4a5),
+            (b"caf\xe9", &seed, 0x68a2_d4fe, 0xcd88_a4e8),
+            (b"twelve-bytes", &seed, 0x4918_8d78, 0xd3dc_2e1a),
+        ] {
+            assert_eq!(hash(name, seed), NameHash { major, minor }, "{name:?}");
+        }
+    }
+}

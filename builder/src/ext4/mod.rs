@@ -74,6 +74,7 @@ mod inode;
 mod sink;
 mod superblock;
 mod survey;
+mod tables;
 mod usage;
 mod writer;
 mod xattr;
@@ -93,7 +94,8 @@ pub const BLOCK_SIZE: u32 = geometry::BLOCK_SIZE as u32;
 /// What an image is to have besides its tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Bytes that can still be written to the file system, rounded up to blocks.
+    /// Bytes that can still be written to the file system, rounded up to blocks. Where it is not 0,
+    /// what the kernel keeps for itself (2%, at most 16 MiB) comes on top.
     pub free_bytes: u64,
     /// Files that can still be made. There are always at least 2048 inodes per 128 MiB.
     pub free_inodes: u64,
@@ -134,7 +136,7 @@ pub struct Report {
     pub blocks: u64,
     /// Inodes, used and free.
     pub inodes: u64,
-    /// Blocks free for use.
+    /// Free blocks, those that the kernel keeps for itself included.
     pub free_blocks: u64,
     /// Blocks of file contents.
     pub data_blocks: u64,

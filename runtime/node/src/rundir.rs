@@ -1,7 +1,7 @@
 //! The directory with a sandbox's sockets and logs, owned by one process.
 //!
 //! ```text
-//! /run/parbake/            or $XDG_RUNTIME_DIR/parbake, or /tmp/parbake-UID
+//! /run/parbake/sandboxes/  or below $XDG_RUNTIME_DIR/parbake, or /tmp/parbake-UID
 //!   <id>/lock              held (flock) by the owner for as long as the sandbox lives
 //!   <id>/vsock             the sandbox's socket
 //!   <id>/console.log       the guest's serial console
@@ -77,13 +77,12 @@ impl Drop for RunDir {
 #[must_use]
 pub fn base() -> PathBuf {
     let uid = rustix::process::geteuid();
-    if uid.is_root() {
-        return PathBuf::from("/run/parbake");
-    }
-    match std::env::var_os("XDG_RUNTIME_DIR") {
+    let ours = match std::env::var_os("XDG_RUNTIME_DIR") {
+        _ if uid.is_root() => PathBuf::from("/run/parbake"),
         Some(dir) if !dir.is_empty() => PathBuf::from(dir).join("parbake"),
         _ => PathBuf::from(format!("/tmp/parbake-{}", uid.as_raw())),
-    }
+    };
+    ours.join("sandboxes")
 }
 
 /// Removes the directories whose owner is gone. Returns how many.

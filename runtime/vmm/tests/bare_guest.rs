@@ -6,12 +6,12 @@
 mod support;
 
 use parbake_protocol::vmm::{Event, Reply, Request, StopReason, doorbell};
-use support::{Monitor, boot, guest, number, restore};
+use support::{Monitor, boot, guest, number, restore, spawn};
 
 /// Boots the ticker and returns it with its nonce.
 fn ticker(memory_mib: u32) -> (Monitor, parbake_protocol::vmm::VmmConfig, u32) {
     let config = boot(&guest("ticker"), memory_mib);
-    let mut monitor = Monitor::spawn(&config);
+    let mut monitor = spawn(&config);
     monitor.started();
     assert_eq!(monitor.doorbell(), doorbell::READY);
     let nonce = monitor.doorbell();
@@ -40,7 +40,7 @@ fn the_console_file_holds_what_the_guest_printed() {
     let console = directory.path().join("console");
     let mut config = boot(&guest("ticker"), 16);
     config.console = Some(console.clone());
-    let mut monitor = Monitor::spawn(&config);
+    let mut monitor = spawn(&config);
     monitor.started();
     monitor.doorbell();
     let nonce = monitor.doorbell();
@@ -77,7 +77,7 @@ fn three_generations_keep_nonce_and_ticks() {
         assert!(report.memory_data_bytes > 0 && report.memory_data_bytes < 1 << 20);
         monitor.quit();
 
-        monitor = Monitor::spawn(&restore(&config, &snapshot));
+        monitor = spawn(&restore(&config, &snapshot));
         monitor.started();
         assert_eq!(monitor.doorbell(), number::RESTORED);
         assert_eq!(monitor.doorbell(), nonce);
@@ -98,7 +98,7 @@ fn a_frozen_guest_runs_on_after_its_snapshot() {
     assert_eq!(monitor.request(&Request::Resume), Reply::Done);
     assert!(matches!(monitor.event(), Event::Doorbell { value } if value >> 29 == 1));
     // And two clones of it run beside it.
-    let mut clones: Vec<_> = (0..2).map(|_| Monitor::spawn(&restore(&config, &snapshot))).collect();
+    let mut clones: Vec<_> = (0..2).map(|_| spawn(&restore(&config, &snapshot))).collect();
     for clone in &mut clones {
         clone.started();
         assert_eq!(clone.doorbell(), number::RESTORED);
@@ -120,7 +120,7 @@ fn a_restored_guest_can_wait_for_resume() {
         unreachable!()
     };
     *paused = true;
-    let mut monitor = Monitor::spawn(&config);
+    let mut monitor = spawn(&config);
     monitor.started();
     assert!(matches!(monitor.request(&Request::Status), Reply::Status(s) if s.state == "paused"));
     assert!(monitor.pending.is_empty());
@@ -148,7 +148,7 @@ fn a_snapshot_needs_a_pause_and_the_right_descriptors() {
 #[test]
 fn a_triple_fault_is_reported_as_a_crash() {
     needs_kvm!();
-    let mut monitor = Monitor::spawn(&boot(&guest("fault"), 16));
+    let mut monitor = spawn(&boot(&guest("fault"), 16));
     monitor.started();
     match monitor.news() {
         Event::Stopped { reason: StopReason::Crash, detail } => assert!(!detail.is_empty()),

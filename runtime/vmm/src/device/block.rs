@@ -289,3 +289,6 @@ impl VirtioDevice for Block {
         Some(self.layers.private_bytes())
     }
 }
+
+#[cfg(test)]
+mod tests;

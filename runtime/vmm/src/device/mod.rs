@@ -18,6 +18,10 @@
 //! until the driver resets it. No call does unbounded work: a device that has more to do than one
 //! pass allows says [`Progress::More`], and the transport kicks it again.
 
+#[cfg(test)]
+mod guest;
+#[cfg(test)]
+mod hostile;
 mod poll;
 mod ring;
 mod sys;

@@ -23,7 +23,7 @@ const FLAG_INDIRECT: u16 = 4;
 const AVAIL_NO_INTERRUPT: u16 = 1;
 
 /// Slices of guest memory, consumed from the front.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct Buffers<'m> {
     slices: Vec<VolatileSlice<'m>>,
     /// Slices before this one are used up.

@@ -93,3 +93,6 @@ impl VirtioDevice for Rng {
         saved.decode(KIND, VERSION)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -17,6 +17,8 @@
 //! drivers read it again when they see the event.
 
 mod connection;
+#[cfg(test)]
+mod driver;
 mod packet;
 mod switch;
 
@@ -149,7 +151,7 @@ impl Vsock {
                 return Err(DeviceError::Driver("a vsock buffer without room for data".into()));
             }
             let mut front = chain.writable.take(HEADER);
-            let Some(header) = self.switch.next_packet(self.cid, &mut chain.writable) else {
+            let Some(header) = self.switch.next_packet(self.cid, &chain.writable) else {
                 ring::put_back_one(queue);
                 break;
             };
@@ -295,3 +297,6 @@ impl VirtioDevice for Vsock {
         u32::try_from(self.switch.count()).ok()
     }
 }
+
+#[cfg(test)]
+mod tests;

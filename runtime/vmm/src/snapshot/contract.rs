@@ -31,6 +31,7 @@ pub fn check_shape(frozen: &Shape, wanted: &Shape) -> Result<(), StateError> {
 
 /// Which kind of KVM this host has. The processor tells; a KVM without hardware behind it
 /// (`soft`) has its own registers and its own bugs, so states do not cross.
+#[must_use]
 pub fn kvm_kind() -> &'static str {
     use std::arch::x86_64::__cpuid;
     const VMX: u32 = 1 << 5;
@@ -74,7 +75,9 @@ pub fn check_host(contract: &Contract) -> Result<(), StateError> {
     Ok(())
 }
 
-fn host_vendor() -> String {
+/// The CPUID vendor string of this host.
+#[must_use]
+pub fn host_vendor() -> String {
     let leaf = std::arch::x86_64::__cpuid(0);
     let bytes: Vec<u8> =
         [leaf.ebx, leaf.edx, leaf.ecx].iter().flat_map(|r| r.to_le_bytes()).collect();

@@ -17,8 +17,8 @@ use super::map::{BLOCK, BlockMap, Place, SavedMap};
 use crate::device::ring::Buffers;
 use crate::device::{DeviceError, sys};
 
-/// The largest disk; its map takes 1 GiB of address space, and memory where it was written.
-const MAX_BYTES: u64 = 16 << 40;
+/// The largest disk; its map takes 512 MiB of address space, and memory only where written.
+const MAX_BYTES: u64 = 8 << 40;
 const SECTOR: u64 = 512;
 /// Bytes copied at once when an overlay is written out.
 const COPY: usize = 256 << 10;
@@ -55,7 +55,7 @@ impl Layers {
         let base_len = length(&base, &disk.base)?;
         if base_len > MAX_BYTES {
             return Err(DeviceError::io(
-                format!("disk {}: at most 16 TiB are supported", disk.base.display()),
+                format!("disk {}: at most 8 TiB are supported", disk.base.display()),
                 io::Error::from(io::ErrorKind::FileTooLarge),
             ));
         }

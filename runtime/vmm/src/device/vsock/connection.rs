@@ -314,7 +314,7 @@ impl Connection {
     }
 
     /// The next packet to the guest, its payload in `room`; `None` if there is none after all.
-    pub(super) fn produce(&mut self, guest_cid: u64, room: &mut Buffers<'_>) -> Option<Header> {
+    pub(super) fn produce(&mut self, guest_cid: u64, room: &Buffers<'_>) -> Option<Header> {
         let (op, flags, len) = self.next(room)?;
         self.credit_update = false;
         self.told_taken = self.taken;
@@ -332,7 +332,7 @@ impl Connection {
         })
     }
 
-    fn next(&mut self, room: &mut Buffers<'_>) -> Option<(u16, u32, u32)> {
+    fn next(&mut self, room: &Buffers<'_>) -> Option<(u16, u32, u32)> {
         match self.state {
             State::Asked => {
                 self.state = State::Requested;
@@ -374,9 +374,11 @@ impl Connection {
     }
 
     /// Moves stream data into `room`; `None` when there is none now.
-    fn read(&mut self, room: &mut Buffers<'_>) -> Option<u32> {
+    ///
+    /// The room is not used up: when nothing came, the next connection gets the same.
+    fn read(&mut self, room: &Buffers<'_>) -> Option<u32> {
         let wanted = room.len().min(MAX_PAYLOAD).min(self.credit() as usize);
-        let part = room.take(wanted);
+        let part = room.clone().take(wanted);
         match sys::readv(&self.stream, part.slices()) {
             Ok(0) => self.ended = true,
             Ok(count) => {

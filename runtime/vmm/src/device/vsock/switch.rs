@@ -343,7 +343,7 @@ impl Switch {
     }
 
     /// The next packet for the guest; its payload is in `room` then. May find there is none.
-    pub(super) fn next_packet(&mut self, guest_cid: u64, room: &mut Buffers<'_>) -> Option<Header> {
+    pub(super) fn next_packet(&mut self, guest_cid: u64, room: &Buffers<'_>) -> Option<Header> {
         if let Some(refusal) = self.refusals.pop_front() {
             return Some(refusal);
         }
