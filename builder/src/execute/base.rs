@@ -36,6 +36,8 @@ pub struct BaseLayer {
     pub size: u64,
     /// Digest of the uncompressed tar.
     pub diff_id: String,
+    /// Names beginning with `.wh.` remove; in a plain root filesystem they are names.
+    pub whiteouts: bool,
     /// The blob, compressed as it is stored.
     pub open: OpenBlob,
 }
@@ -86,7 +88,7 @@ pub(crate) fn image(cache: &BuildCache, image: &BaseLayers) -> Result<Prepared, 
         for layer in &image.layers {
             let unpack_layer = || -> io::Result<()> {
                 let blob = decompress(BufReader::with_capacity(1 << 17, (layer.open)()?))?;
-                unpack(blob, &tree, Unpack { whiteouts: true, owner: None })
+                unpack(blob, &tree, Unpack { layer: true, whiteouts: layer.whiteouts, owner: None })
             };
             unpack_layer().doing(|| format!("unpacking layer {}", layer.digest))?;
         }

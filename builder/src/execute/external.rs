@@ -9,7 +9,7 @@ use parbake_recipes::dockerfile::BaseImages as _;
 use parbake_recipes::plan::Platform;
 
 use super::error::{Doing as _, ExecuteError};
-use super::{BuiltImage, Event, LayoutImages, Stream};
+use super::{BuiltImage, Event, SourceImages, Stream};
 
 /// The engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +115,7 @@ pub fn build_external(
         }
     }
     let reference = format!("oci:{}", options.output.display());
-    let image = LayoutImages::default()
+    let image = SourceImages::default()
         .resolve(&reference, &options.platform)
         .map_err(|what| ExecuteError::Host { what, hint: format!("{name} wrote no image") })?;
     let manifest = image.digest.parse().map_err(|error| ExecuteError::Host {

@@ -410,7 +410,7 @@ impl StepContext<'_> {
             .map_err(|error| self.copy_failed(error))?;
         let extract = || -> io::Result<()> {
             let input = decompress(io::BufReader::with_capacity(1 << 17, File::open(archive)?))?;
-            unpack(input, &dest, Unpack { owner, whiteouts: false })
+            unpack(input, &dest, Unpack { owner, ..Unpack::default() })
         };
         extract().map_err(|error| self.failed(|| format!("unpacking {}", archive.display()), error))
     }

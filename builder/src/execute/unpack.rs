@@ -22,6 +22,8 @@ use super::rootpath::{chown, resolve, resolve_parent};
 pub(crate) struct Unpack {
     /// Owner and group of everything, instead of the archive's.
     pub owner: Option<(u32, u32)>,
+    /// The archive is an image's layer.
+    pub layer: bool,
     /// `.wh.` names remove what earlier layers left.
     pub whiteouts: bool,
 }
@@ -96,7 +98,8 @@ pub(crate) fn unpack(input: impl Read, dest: &Path, how: Unpack) -> io::Result<(
             continue;
         }
         let mut path = parent.join(base);
-        if kind == EntryType::Directory {
+        // `ADD` merges into what a link leads to; a layer's directory takes the link's place.
+        if kind == EntryType::Directory && !how.layer {
             path = resolve(dest, path.strip_prefix(dest).unwrap_or(&path))?;
         }
         if let Ok(existing) = fs::symlink_metadata(&path)
@@ -322,7 +325,7 @@ mod tests {
     #[test]
     fn whiteouts_touch_lower_layers_only() {
         let dir = tempfile::tempdir().unwrap();
-        let how = Unpack { whiteouts: true, owner: None };
+        let how = Unpack { layer: true, whiteouts: true, owner: None };
         let one = archive(&[
             ("a/old", EntryType::Regular, ""),
             ("b", EntryType::Regular, ""),

@@ -1,6 +1,7 @@
 //! Builds through the sandbox executor, as root on this machine. Skipped with a reason where
 //! there is no root, no OCI runtime or no overlayfs.
 
+mod differential;
 mod support;
 
 use std::fs;

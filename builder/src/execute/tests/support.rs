@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use crate::execute::{
-    BuiltImage, Event, ExecuteError, ExecuteOptions, LayoutImages, Sandbox, build,
+    BuiltImage, Event, ExecuteError, ExecuteOptions, Sandbox, SourceImages, build,
 };
 use parbake_recipes::dockerfile::LowerOptions;
 use parbake_recipes::{LoadRequest, load};
@@ -115,7 +115,7 @@ impl Case {
     }
 
     pub fn build(&mut self) -> Result<BuiltImage, ExecuteError> {
-        let mut images = LayoutImages::default();
+        let mut images = SourceImages::default();
         let request = LoadRequest {
             context: self.options.context.clone(),
             file: Some(self.path("Dockerfile")),
