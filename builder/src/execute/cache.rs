@@ -4,6 +4,7 @@
 //! steps/<key>/{tree,layer.tar,step.json}   what a step changed, as a directory and as a layer
 //! bases/<chain>/tree                       a base image's layers, flattened
 //! mounts/<id>/                             RUN --mount=type=cache
+//! downloads/<address>                      files of ADD https://…
 //! last/<place>.json                        inputs of the last run of a step, for --explain
 //! empty/                                   what `scratch` is
 //! tmp/                                     work in progress; anything in it may be removed
@@ -53,7 +54,7 @@ impl BuildCache {
     /// Opens a build directory and makes what is missing.
     pub fn open(root: &Path) -> Result<Self, ExecuteError> {
         let root = std::path::absolute(root).doing(|| format!("finding {}", root.display()))?;
-        for name in ["steps", "bases", "mounts", "last", "empty", "tmp"] {
+        for name in ["steps", "bases", "mounts", "downloads", "last", "empty", "tmp"] {
             let path = root.join(name);
             fs::create_dir_all(&path).doing(|| format!("making {}", path.display()))?;
         }
@@ -137,6 +138,11 @@ impl BuildCache {
                 Err(ExecuteError::Io { what: format!("storing {}", to.display()), source })
             }
         }
+    }
+
+    /// Where the last download of an address is.
+    pub fn download(&self, url: &str) -> PathBuf {
+        self.root.join("downloads").join(Digest::of(url.as_bytes()).hex())
     }
 
     /// The directory of a cache mount.

@@ -156,7 +156,7 @@ fn what_cannot_be_done_names_line_and_remedy() {
         ("COPY dir /etc/passwd", "is a file"),
         ("COPY a /etc/passwd/x", "goes through a file"),
         ("COPY --from=scratch a /x", "a does not exist"),
-        ("ADD http://127.0.0.1/x /x", "downloads are not made"),
+        ("ADD http://127.0.0.1:1/x /x", "Dockerfile:3: cannot download http://127.0.0.1:1/x: "),
         ("RUN --mount=source=nope,target=/x true", "nope does not exist"),
     ] {
         case.dockerfile(&format!("FROM scratch\nADD rootfs.tar /\n{line}\n"));
@@ -209,4 +209,67 @@ fn a_layout_can_be_a_base() {
         second.display()
     ));
     case.build().unwrap();
+}
+
+/// Answers every request with the same bytes; counts them.
+fn server(
+    body: &'static str,
+) -> (std::net::SocketAddr, std::sync::Arc<std::sync::atomic::AtomicUsize>) {
+    use std::io::{Read as _, Write as _};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let count = std::sync::Arc::new(AtomicUsize::new(0));
+    let counter = std::sync::Arc::clone(&count);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            counter.fetch_add(1, Ordering::Relaxed);
+            let mut request = [0; 4096];
+            let _ = stream.read(&mut request);
+            let length = body.len();
+            let head = format!(
+                "HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nConnection: close\r\n\
+                 Last-Modified: Tue, 14 Nov 2023 22:13:20 GMT\r\n\r\n"
+            );
+            let _ = stream.write_all(head.as_bytes());
+            let _ = stream.write_all(body.as_bytes());
+        }
+    });
+    (address, count)
+}
+
+#[test]
+fn downloads_are_checked_and_looked_up_by_content() {
+    use std::sync::atomic::Ordering;
+    needs_sandbox!();
+    if std::process::Command::new("curl").arg("--version").output().is_err() {
+        eprintln!("skipped: there is no curl");
+        return;
+    }
+    let (address, count) = server("served");
+    let sum = parbake_cache::Digest::of(b"served");
+    let mut case = Case::new();
+    let text = |flags: &str| {
+        format!(
+            "FROM scratch\nADD rootfs.tar /\nADD {flags} http://{address}/p/file?q=1 /d/\n\
+             RUN test $(cat /d/file) = served && test $(stat -c %a:%Y /d/file) = 600:1700000000\n"
+        )
+    };
+    case.dockerfile(&text(&format!("--checksum={sum}")));
+    assert_eq!(case.build().unwrap().executed, 3);
+    assert_eq!(case.build().unwrap().executed, 0);
+    assert_eq!(count.load(Ordering::Relaxed), 1, "what a checksum names is fetched once");
+    let wrong = parbake_cache::Digest::of(b"other");
+    case.dockerfile(&text(&format!("--checksum={wrong}")));
+    let error = case.build().unwrap_err().to_string();
+    assert!(error.contains(&format!("is {sum} and should be {wrong}")), "{error}");
+    case.dockerfile(&text(""));
+    case.build().unwrap();
+    let before = count.load(Ordering::Relaxed);
+    assert_eq!(case.build().unwrap().executed, 0, "the same bytes are the same input");
+    assert_eq!(count.load(Ordering::Relaxed), before + 1);
+    case.options.network = super::NetworkAccess::None;
+    let error = case.build().unwrap_err().to_string();
+    assert!(error.contains("this build has no network"), "{error}");
 }
