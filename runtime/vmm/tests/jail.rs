@@ -98,12 +98,23 @@ fn an_empty_network_namespace_is_kept() {
 fn it_holds_nothing_it_does_not_need() {
     needs_kvm!();
     let (monitor, _) = running(Jail::default(), 1);
+    // Its own, to write sparse images.
+    let pagemap = format!("/proc/{}/pagemap", monitor.child.id());
     for entry in std::fs::read_dir(format!("/proc/{}/fd", monitor.child.id())).expect("fds") {
         let target = std::fs::read_link(entry.expect("fd").path()).expect("target");
         let target = target.to_string_lossy().into_owned();
         let known = ["socket:", "pipe:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]"]
             .iter()
-            .chain(["anon_inode:kvm-vm", "anon_inode:kvm-vcpu", "/dev/null", "/dev/pts"].iter())
+            .chain(
+                [
+                    pagemap.as_str(),
+                    "anon_inode:kvm-vm",
+                    "anon_inode:kvm-vcpu",
+                    "/dev/null",
+                    "/dev/pts",
+                ]
+                .iter(),
+            )
             .any(|known| target.starts_with(known));
         assert!(known, "it still holds {target}");
     }
