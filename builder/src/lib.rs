@@ -3,10 +3,11 @@
 
 pub mod assemble;
 pub mod bake;
-pub mod kernel;
-pub mod template;
+pub mod execute;
 pub mod ext4;
 pub mod flatten;
 pub mod image;
+pub mod kernel;
 pub mod layer;
+pub mod template;
 pub mod tree;

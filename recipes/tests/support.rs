@@ -115,6 +115,12 @@ const ROWS: &[Row] = &[
     ),
     (
         "COPY, ADD",
+        "a source above the build context (BuildKit quietly looks inside it)",
+        "FROM a\nCOPY ../x /x\n",
+        Some("leaves the build context"),
+    ),
+    (
+        "COPY, ADD",
         "a variable in `--from`",
         "FROM a\nCOPY --from=$X a b\n",
         Some("holds a variable"),

@@ -252,6 +252,8 @@ pub(super) struct RawProcess {
     pub healthcheck: Option<Healthcheck>,
     #[serde(default)]
     pub shell: Option<Vec<String>>,
+    #[serde(default, deserialize_with = "or_default")]
+    pub on_build: Vec<String>,
 }
 
 /// How a container's health is asked for, as Docker writes it; durations in nanoseconds.
@@ -311,6 +313,8 @@ pub struct ImageConfig {
     pub healthcheck: Option<Healthcheck>,
     /// Shell of shell-form commands.
     pub shell: Option<Vec<String>>,
+    /// Instructions for whoever builds on the image.
+    pub on_build: Vec<String>,
 }
 
 impl ImageConfig {
@@ -357,6 +361,7 @@ impl RawConfig {
             volumes: process.volumes.into_keys().collect(),
             healthcheck: process.healthcheck,
             shell: process.shell,
+            on_build: process.on_build,
         }
     }
 }

@@ -737,6 +737,13 @@ impl Evaluator<'_> {
                     "give its variable a value, or write . for the whole context",
                 ));
             }
+            let inside = clean(&path);
+            if flags.get("from").is_none() && (inside == ".." || inside.starts_with("../")) {
+                return Err(at.error(
+                    format!("{keyword} {path} leaves the build context"),
+                    "build from a directory above it, or pass --build-context name=DIR and copy --from=name",
+                ));
+            }
             crate::glob::Glob::new(&path).map_err(|error| {
                 at.error(format!("{keyword}: {error}"), "close its brackets or escape them with \\")
             })?;

@@ -173,7 +173,8 @@ pub fn lower(
                 (Base::Stage { stage: id }, config, variables[id].clone())
             }
             None if draft.image == "scratch" => {
-                (Base::Scratch, ImageConfig::default(), Default::default())
+                let config = ImageConfig { working_dir: "/".to_owned(), ..ImageConfig::default() };
+                (Base::Scratch, config, Default::default())
             }
             None => {
                 let (source, config) = resolve(&draft.image, &draft.from.at)?;

@@ -34,7 +34,9 @@ pub fn lower(
     let mut ignore = options.ignore.clone();
     let mut warnings = Vec::new();
     let (base, config) = match &recipe.base {
-        BaseSpec::Image(name) if name == "scratch" => (Base::Scratch, ImageConfig::default()),
+        BaseSpec::Image(name) if name == "scratch" => {
+            (Base::Scratch, ImageConfig { working_dir: "/".to_owned(), ..ImageConfig::default() })
+        }
         BaseSpec::Image(name) => {
             let image = images.resolve(name, &options.platform).map_err(|reason| {
                 RecipeError::BaseImage { at: at.clone(), reference: name.clone(), reason }

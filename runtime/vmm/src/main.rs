@@ -17,6 +17,10 @@ const USAGE: &str = "usage: parbake-vmm --control-fd N | --version";
 
 fn main() {
     let stages = Stages::start();
+    // One heap for all threads: the C library opens a file of /proc when a thread's own heap
+    // shrinks, and behind the jail no thread may open anything.
+    // SAFETY: no other thread runs yet, and the call only sets a number.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     let mut arguments = std::env::args().skip(1);
     let code = match (arguments.next().as_deref(), arguments.next(), arguments.next()) {
         (Some("--version"), None, None) => {
@@ -42,8 +46,9 @@ fn main() {
 
 /// Takes over the inherited descriptor, if it is a socket.
 fn adopt(number: RawFd) -> Option<UnixStream> {
-    const STANDARD: RawFd = 2;
-    if number <= STANDARD {
+    // Standard input may be it: that is the one descriptor every way of starting a process can
+    // hand over. Standard output and error may not.
+    if !(number == 0 || number > 2) {
         return None;
     }
     // SAFETY: a number that names no descriptor makes `fstat` fail; nothing is done with it then.

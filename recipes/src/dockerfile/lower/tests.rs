@@ -302,6 +302,8 @@ fn every_refusal_names_line_and_remedy() {
             "secret TOK is also set by ENV",
         ),
         ("FROM img\nADD https://h/r.git /x\n", "git sources are not supported"),
+        ("FROM img\nCOPY ../up /x\n", "Dockerfile:2: COPY ../up leaves the build context"),
+        ("FROM img\nADD a/../../up /x\n", "leaves the build context"),
         ("FROM img\nADD git@h:r /x\n", "git sources are not supported"),
         ("FROM img\nCOPY https://h/x /x\n", "write ADD for downloads"),
         ("FROM img\nADD --checksum=sha256:1 https://h/x /x\n", "is no SHA-256"),

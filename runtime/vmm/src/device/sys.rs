@@ -1,5 +1,6 @@
 //! The system calls that take guest memory by address, and those of tap interfaces: the only unsafe
 //! code of the devices.
+#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::io;
