@@ -6,16 +6,12 @@
 //! followed by hand, and credentials go where they belong and nowhere else.
 //!
 //! # Why not a general client
-//! `oci-client` 0.18 was tried against scripted servers, and cannot be made to do what a pull in a
-//! hostile place needs:
-//! - told by a registry to fetch a token from a plain-HTTP address on another host, it sends the
-//!   user's password there, and has no hook to refuse;
-//! - told to upload to another host, it sends the registry's token along;
-//! - it reads a manifest of any size into memory (200 MiB in the trial);
-//! - it knows no identity tokens, as credential helpers give them out;
-//! - it asks for a token for the target repository only, so that a mount from another is refused
-//!   where tokens are scoped;
-//! - its errors carry no headers, so that `Retry-After` cannot be obeyed.
+//! `oci-client` 0.18 was tried against scripted servers. Told by a registry to fetch a token from a
+//! plain-HTTP address on another host, it sent the user's password there, and it has no hook to
+//! refuse; and it read a manifest of 200 MiB into memory. By its source, it has no identity tokens
+//! (`RegistryAuth`), asks for a token for the target repository only when it mounts from another
+//! (`mount_blob`, `_auth`), and its errors carry no headers, so that `Retry-After` is lost. Its range
+//! reads, and its care not to show credentials to an upload location elsewhere, were in order.
 //!
 //! # Where credentials go
 //! - To the registry itself, and to the token service it names.
