@@ -1,3 +1,53 @@
+# Thin: what the programs need to be built together, and the demonstration, tests and benchmarks.
+#   make demo   make test   make bench      each installs what it needs first (Debian, root)
+
+BIN    := target/bin
+STATIC := CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUSTFLAGS="-C target-feature=+crt-static"
+IMAGES := target/images
+
+.PHONY: all build demo test bench lint unit e2e image setup-demo setup-test install clean-lab
+
 all: build
+
+# parbake and parbaked are ordinary programs; the monitor and the agent must run anywhere.
 build:
-	cargo build --workspace
+	cargo build --release --locked --bin parbake
+	$(STATIC) cargo build --profile small --locked --target x86_64-unknown-linux-gnu \
+		-p parbake-vmm -p parbake-agent
+	@mkdir -p $(BIN)
+	@install -m 755 target/release/parbake target/x86_64-unknown-linux-gnu/small/parbake-vmm \
+		target/x86_64-unknown-linux-gnu/small/parbake-agent $(BIN)/
+
+setup-demo:
+	@tests/setup demo
+
+setup-test:
+	@tests/setup test
+
+image: setup-demo
+	@tests/images/debian $(IMAGES)/debian small
+
+demo: setup-demo build image
+	tests/demo $(BIN)/parbake $(IMAGES)/debian
+
+lint:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --release --locked -- -D warnings
+
+# In the release profile, as its dependencies are built already; overflow checks are on there.
+unit: setup-test build
+	PARBAKE_BIN=$(abspath $(BIN)) cargo test --workspace --exclude parbake-tests --release --locked
+
+e2e: setup-test build image
+	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_IMAGE=$(abspath $(IMAGES))/debian \
+		cargo test -p parbake-tests --release --locked -- --nocapture --test-threads 2
+
+test: setup-test lint build unit e2e
+
+bench: setup-test build image
+	tests/bench $(BIN)
+
+PREFIX ?= /usr/local
+install: build
+	install -Dm 755 -t $(DESTDIR)$(PREFIX)/bin $(BIN)/parbake
+	install -Dm 755 -t $(DESTDIR)$(PREFIX)/libexec/parbake $(BIN)/parbake-vmm $(BIN)/parbake-agent

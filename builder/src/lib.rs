@@ -1,4 +1,13 @@
 //! Images to root filesystems, root filesystems to templates, templates to snapshots.
 #![forbid(unsafe_code)]
 
+pub mod assemble;
+pub mod bake;
+pub mod execute;
+pub mod ext4;
+pub mod flatten;
+pub mod image;
+pub mod kernel;
+pub mod layer;
+pub mod template;
 pub mod tree;

@@ -1,1 +1,11 @@
-//! See the crate's description in Cargo.toml.
+//! Sandboxes: machines made from a template, used once, and gone.
+//!
+//! [`monitor`] holds one `parbake-vmm` process and its control channel; [`sandbox`] gives it a
+//! life: boot or restore, fix up, exec, freeze, destroy. [`programs`] finds the programs both
+//! need and [`rundir`] owns the directory with a sandbox's sockets.
+#![forbid(unsafe_code)]
+
+pub mod monitor;
+pub mod programs;
+pub mod rundir;
+pub mod sandbox;

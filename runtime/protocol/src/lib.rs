@@ -1,5 +1,6 @@
 //! The messages that cross a process boundary in the runtime: host ↔ monitor ([`vmm`]) and
-//! host ↔ guest agent.
+//! host ↔ guest agent ([`agent`]).
 #![forbid(unsafe_code)]
 
+pub mod agent;
 pub mod vmm;

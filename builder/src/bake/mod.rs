@@ -1,0 +1,155 @@
+//! Baking: boot a template once, bring it to rest, freeze it, install the snapshot.
+//!
+//! ```text
+//! template ─► boot ─► ready ─► quiesce ─► pause ─► state, memory, disk ─► store
+//! ```
+//! Everything is written into a staging directory of the store; the snapshot exists only once its
+//! manifest, which names all three parts by digest, is in the store.
+
+use std::time::{Duration, Instant};
+
+use parbake_cache::template::{
+    CompatContract, MachineShape, ObjectRef, SCHEMA_VERSION, SnapshotManifest,
+};
+use parbake_cache::{Digest, Store, StoreError};
+use parbake_node::sandbox::{FreezeFiles, Sandbox, SandboxError, SandboxOptions};
+use parbake_protocol::agent::AGENT_PROTOCOL;
+
+use crate::template::{Template, TemplateError};
+
+/// What a bake is asked for.
+#[derive(Debug, Clone, Default)]
+pub struct BakeOptions {
+    /// The machine's shape; absent: the template's.
+    pub machine: Option<MachineShape>,
+    /// How the guest is run.
+    pub sandbox: SandboxOptions,
+}
+
+/// Where a bake is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BakeEvent {
+    /// The guest boots.
+    Booting,
+    /// The agent rang.
+    Ready(Duration),
+    /// The guest is brought to rest and written out.
+    Freezing,
+    /// The files are hashed and installed.
+    Installing,
+}
+
+/// A finished bake.
+#[derive(Debug, Clone)]
+pub struct Baked {
+    /// Digest of the snapshot's manifest.
+    pub digest: Digest,
+    /// The manifest.
+    pub snapshot: SnapshotManifest,
+    /// Where the time went.
+    pub timings: BakeTimings,
+    /// Bytes of guest memory that are not zero.
+    pub memory_data_bytes: u64,
+    /// Bytes the guest's disk differs in from the template's.
+    pub disk_data_bytes: u64,
+}
+
+/// Where the time of a bake went.
+#[derive(Debug, Clone, Copy)]
+pub struct BakeTimings {
+    /// Spawn to the agent's doorbell.
+    pub cold_boot: Duration,
+    /// Dropping caches, zero-filling, freezing user processes.
+    pub quiesce: Duration,
+    /// Pausing and writing.
+    pub write: Duration,
+    /// Hashing and installing.
+    pub install: Duration,
+    /// Everything.
+    pub total: Duration,
+}
+
+/// Why a bake failed. Nothing of it is left behind.
+#[derive(Debug, thiserror::Error)]
+pub enum BakeError {
+    /// The store.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The template.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// The guest.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
+    /// A file in the staging directory.
+    #[error("cannot write the snapshot's files")]
+    Files(#[source] std::io::Error),
+}
+
+/// Bakes `template` and registers the snapshot in the store.
+///
+/// # Errors
+/// See [`BakeError`].
+pub fn bake(
+    store: &Store,
+    template: &Template,
+    options: &BakeOptions,
+    mut events: impl FnMut(BakeEvent),
+) -> Result<Baked, BakeError> {
+    let begun = Instant::now();
+    let _lease = store.lease(&[template.digest])?;
+    let staging = store.stage()?;
+    let shape = options.machine.unwrap_or(template.manifest.machine);
+    let files = template.boot_files(store)?;
+
+    events(BakeEvent::Booting);
+    let mut sandbox = Sandbox::boot(&files, shape, &template.manifest.process, &options.sandbox)?;
+    let cold_boot = sandbox.timings().ready;
+    events(BakeEvent::Ready(cold_boot));
+
+    events(BakeEvent::Freezing);
+    let freeze_files = FreezeFiles::create_in(staging.path()).map_err(BakeError::Files)?;
+    let frozen = sandbox.freeze(&freeze_files)?;
+    drop(sandbox);
+    drop(freeze_files);
+
+    events(BakeEvent::Installing);
+    let installing = Instant::now();
+    let state = store.adopt_blob(staging.path().join("state"))?;
+    let memory = store.adopt_image(staging.path().join("memory"))?;
+    let disk = store.adopt_image(staging.path().join("disk"))?;
+    let report = frozen.snapshot;
+    let snapshot = SnapshotManifest {
+        schema_version: SCHEMA_VERSION,
+        template: template.digest,
+        machine: shape,
+        compat: CompatContract {
+            architecture: template.manifest.architecture.clone(),
+            cpu_vendor: report.cpu_vendor,
+            cpu_features: report.cpu_features,
+            kvm_kind: report.kvm_kind,
+            state_version: report.state_version,
+            agent_protocol: AGENT_PROTOCOL,
+            page_size: 4096,
+        },
+        state,
+        memory,
+        disk,
+        generation: report.generation,
+    };
+    let ObjectRef { digest, .. } = store.put_json(&snapshot)?;
+    store.set_snapshot(&template.digest, &digest)?;
+    Ok(Baked {
+        digest,
+        snapshot,
+        timings: BakeTimings {
+            cold_boot,
+            quiesce: frozen.quiesced,
+            write: frozen.total.saturating_sub(frozen.quiesced),
+            install: installing.elapsed(),
+            total: begun.elapsed(),
+        },
+        memory_data_bytes: report.memory_data_bytes,
+        disk_data_bytes: report.overlay_data_bytes.iter().sum(),
+    })
+}

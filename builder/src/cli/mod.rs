@@ -1,0 +1,179 @@
+//! The command line: one file per verb. Results go to stdout, everything else to stderr.
+
+mod bake;
+mod build;
+mod doctor;
+mod error;
+mod guest;
+mod inspect;
+mod interrupt;
+mod kernel;
+mod lab;
+mod ls;
+mod output;
+mod progress;
+mod rm;
+mod run;
+mod shell;
+mod stdio;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use parbake_cache::Store;
+
+use error::{CliError, CliResult, Classify, Kind};
+use progress::{Mode, Progress};
+
+/// Build templates for microVM sandboxes, bake them, and run them.
+///
+/// An OCI image becomes an ext4 root filesystem and a kernel bundle (build), is booted once and
+/// frozen (bake), and restored as a fresh, disposable machine for every run.
+#[derive(Debug, Parser)]
+#[command(name = "parbake", version, propagate_version = true, max_term_width = 100)]
+#[command(after_help = "Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 refused, 5 build step \
+failed, 6 not ready in time, 7 host cannot, 8 registry, 70 internal, 130 interrupted. `run` returns \
+the command's own code; 125, 126, 127: sandbox failed, not executable, not found.")]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+/// Options of every verb.
+#[derive(Debug, clap::Args)]
+pub struct Global {
+    /// Where templates, snapshots and kernels are kept
+    #[arg(long, global = true, env = "PARBAKE_STORE", value_name = "DIR")]
+    store: Option<PathBuf>,
+    /// Where guests run: natively on KVM, in the lab (an emulated KVM host), or whichever works
+    #[arg(long, global = true, env = "PARBAKE_HOST", value_name = "HOST", default_value = "auto")]
+    host: HostChoice,
+    /// Form of the results on stdout
+    #[arg(long, global = true, value_name = "FORMAT", default_value = "text")]
+    format: Format,
+    /// Form of the progress on stderr
+    #[arg(long, global = true, env = "PARBAKE_PROGRESS", value_name = "FORM", default_value = "auto")]
+    progress: Mode,
+    /// No progress; print only what identifies the result
+    #[arg(short, long, global = true)]
+    quiet: bool,
+}
+
+/// `--host`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum HostChoice {
+    /// KVM where it can run stock guests, else the lab.
+    Auto,
+    /// This machine's KVM.
+    Kvm,
+    /// The lab.
+    Lab,
+}
+
+/// `--format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// For people.
+    Text,
+    /// For programs; stable.
+    Json,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    Build(build::Args),
+    Bake(bake::Args),
+    Run(run::Args),
+    Ls(ls::Args),
+    Inspect(inspect::Args),
+    Rm(rm::Args),
+    Kernel(kernel::Args),
+    Lab(lab::Args),
+    Doctor(doctor::Args),
+    Completions(shell::CompletionsArgs),
+    #[command(hide = true)]
+    Man(shell::ManArgs),
+}
+
+/// What a verb works with.
+#[derive(Debug)]
+pub struct Context {
+    /// Options of every verb.
+    pub global: Global,
+    /// The reporter.
+    pub progress: Progress,
+}
+
+impl Context {
+    /// The store, created when it is not there yet.
+    pub fn store(&self) -> CliResult<Store> {
+        let root = self.store_root();
+        Store::open(&root).kind(Kind::User).map_err(|error| {
+            error.hint(format!("--store DIR or PARBAKE_STORE names another than {}", root.display()))
+        })
+    }
+
+    /// The store's directory, absolute.
+    pub fn store_root(&self) -> PathBuf {
+        let root = self.global.store.clone().unwrap_or_else(Store::default_root);
+        std::path::absolute(&root).unwrap_or(root)
+    }
+
+    /// Whether results are JSON.
+    pub fn json(&self) -> bool {
+        self.global.format == Format::Json
+    }
+}
+
+/// Parses, runs, reports.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let _ = error.print();
+            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
+        }
+    };
+    let json = cli.global.format == Format::Json;
+    let mode = if cli.global.quiet { Mode::Quiet } else { cli.global.progress };
+    let context = Context { progress: Progress::new(mode), global: cli.global };
+    match run_verb(&context, &cli.verb) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            error.print(json);
+            ExitCode::from(error.kind.exit_code())
+        }
+    }
+}
+
+fn run_verb(context: &Context, verb: &Verb) -> Result<u8, CliError> {
+    match verb {
+        Verb::Build(args) => build::run(context, args).map(|()| 0),
+        Verb::Bake(args) => bake::run(context, args),
+        Verb::Run(args) => run::run(context, args),
+        Verb::Ls(args) => ls::run(context, args).map(|()| 0),
+        Verb::Inspect(args) => inspect::run(context, args).map(|()| 0),
+        Verb::Rm(args) => rm::run(context, args).map(|()| 0),
+        Verb::Kernel(args) => kernel::run(context, args).map(|()| 0),
+        Verb::Lab(args) => lab::run(context, args),
+        Verb::Doctor(args) => doctor::run(context, args),
+        Verb::Completions(args) => shell::completions(args).map(|()| 0),
+        Verb::Man(args) => shell::man(args).map(|()| 0),
+    }
+}
+
+/// The command line's definition, for completions and man pages.
+fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::command().debug_assert();
+    }
+}

@@ -1,0 +1,160 @@
+//! A program elsewhere with this process's stdin, stdout, stderr, terminal and signals.
+
+use std::io::{IsTerminal, Read, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parbake_protocol::agent::{
+    Client, ClientError, ExecEvent, ExecRequest, Exit, Failure, Stream, WindowSize,
+};
+use rustix::termios::{OptionalActions, Termios};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
+use signal_hook::iterator::Signals;
+
+/// How a program elsewhere ended.
+#[derive(Debug)]
+pub enum Ended {
+    /// It ran.
+    Exited(Exit),
+    /// It could not be started.
+    Failed(Failure),
+}
+
+/// The size of this terminal; 80 by 24 where it does not say.
+pub fn window_size() -> WindowSize {
+    match rustix::termios::tcgetwinsize(std::io::stdout()) {
+        Ok(size) if size.ws_row > 0 && size.ws_col > 0 => {
+            WindowSize { rows: size.ws_row, columns: size.ws_col }
+        }
+        _ => WindowSize { rows: 24, columns: 80 },
+    }
+}
+
+/// Runs `request`, connecting standard input if the request says so. `first_output` is called
+/// once, when the program has started.
+///
+/// Signals are passed on. A second SIGINT, SIGTERM or SIGHUP within the run hangs up instead, which
+/// ends the program and everything it started.
+///
+/// # Errors
+/// See [`ClientError`].
+pub fn run<S: Stream + Send + 'static>(
+    client: Client<S>,
+    request: ExecRequest,
+    mut started: impl FnMut(),
+) -> Result<Ended, ClientError> {
+    let raw = if request.tty.is_some() { RawTerminal::enter() } else { None };
+    let wants_stdin = request.stdin;
+    let has_tty = request.tty.is_some();
+    let session = client.exec(request)?;
+    let (input, mut output) = session.split();
+    let over = Arc::new(AtomicBool::new(false));
+
+    let signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGWINCH]);
+    let handle = signals.as_ref().ok().map(Signals::handle);
+    let watcher = signals.ok().map(|mut signals| {
+        let input = input.clone();
+        std::thread::spawn(move || {
+            let mut asked = false;
+            for signal in signals.forever() {
+                let sent = match signal {
+                    SIGWINCH if has_tty => input.resize(window_size()),
+                    SIGWINCH => Ok(()),
+                    SIGINT | SIGTERM | SIGHUP if asked => input.hang_up(),
+                    _ => {
+                        asked |= matches!(signal, SIGINT | SIGTERM | SIGHUP);
+                        input.signal(signal)
+                    }
+                };
+                if sent.is_err() {
+                    return;
+                }
+            }
+        })
+    });
+    if wants_stdin {
+        let (input, over) = (input.clone(), Arc::clone(&over));
+        // Not joined: a read of standard input cannot be interrupted; the process ends it.
+        std::thread::spawn(move || {
+            let mut buffer = vec![0; 32 << 10];
+            let mut stdin = std::io::stdin().lock();
+            loop {
+                match stdin.read(&mut buffer) {
+                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                    Ok(0) | Err(_) => {
+                        let _ = input.close_stdin();
+                        return;
+                    }
+                    Ok(count) => {
+                        if over.load(Ordering::Relaxed)
+                            || input.write_stdin(&buffer[..count]).is_err()
+                        {
+                            return;
+                        }
+                    }
+                }
+            }
+        });
+    }
+
+    let mut stdout = std::io::stdout().lock();
+    let mut stderr = std::io::stderr().lock();
+    let mut broken = false;
+    let ended = loop {
+        let written = match output.next_event() {
+            Ok(ExecEvent::Started { .. }) => {
+                started();
+                Ok(())
+            }
+            Ok(ExecEvent::Stdout(bytes)) if !broken => {
+                stdout.write_all(&bytes).and_then(|()| stdout.flush())
+            }
+            Ok(ExecEvent::Stderr(bytes)) => stderr.write_all(&bytes),
+            Ok(ExecEvent::Stdout(_)) => Ok(()),
+            Ok(ExecEvent::Exited(exit)) => break Ok(Ended::Exited(exit)),
+            Ok(ExecEvent::Failed(failure)) => break Ok(Ended::Failed(failure)),
+            Err(error) => break Err(error),
+        };
+        if written.is_err() && !broken {
+            // Whoever read our output is gone: the program learns it as it would locally.
+            broken = true;
+            let _ = input.signal(rustix::process::Signal::PIPE.as_raw());
+        }
+    };
+    over.store(true, Ordering::Relaxed);
+    drop(raw);
+    if let (Some(handle), Some(watcher)) = (handle, watcher) {
+        handle.close();
+        let _ = watcher.join();
+    }
+    ended
+}
+
+/// Whether standard input should be connected: it is not a terminal, or `interactive` was asked.
+pub fn connect_stdin(interactive: bool) -> bool {
+    interactive || !std::io::stdin().is_terminal()
+}
+
+/// The terminal in raw mode; as it was again on drop.
+#[derive(Debug)]
+struct RawTerminal {
+    before: Termios,
+}
+
+impl RawTerminal {
+    fn enter() -> Option<Self> {
+        let stdin = std::io::stdin();
+        let before = rustix::termios::tcgetattr(&stdin).ok()?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        rustix::termios::tcsetattr(&stdin, OptionalActions::Now, &raw).ok()?;
+        Some(Self { before })
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        let _ =
+            rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Drain, &self.before);
+    }
+}

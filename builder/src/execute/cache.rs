@@ -1,0 +1,166 @@
+//! The build directory: results of steps, unpacked bases, cache mounts.
+//!
+//! ```text
+//! steps/<key>/{tree,layer.tar,step.json}   what a step changed, as a directory and as a layer
+//! bases/<chain>/tree                       a base image's layers, flattened
+//! mounts/<id>/                             RUN --mount=type=cache
+//! downloads/<address>                      files of ADD https://…
+//! last/<place>.json                        inputs of the last run of a step, for --explain
+//! empty/                                   what `scratch` is
+//! tmp/                                     work in progress; anything in it may be removed
+//! ```
+//!
+//! An entry is made in `tmp` and renamed into place when it is complete, so a build that was
+//! stopped leaves nothing half done.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use parbake_cache::Digest;
+use serde::{Deserialize, Serialize};
+
+use super::error::{Doing as _, ExecuteError};
+use super::inputs::Inputs;
+
+/// A build directory.
+#[derive(Debug, Clone)]
+pub(crate) struct BuildCache {
+    root: PathBuf,
+}
+
+/// What a step left, as recorded.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct StepRecord {
+    /// Digest of the layer's tar.
+    pub diff_id: Digest,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Entries in it; 0 means the step changed no file.
+    pub entries: u64,
+}
+
+/// A step's result in the cache.
+#[derive(Debug, Clone)]
+pub(crate) struct StepResult {
+    pub record: StepRecord,
+    pub tree: PathBuf,
+    pub tar: PathBuf,
+}
+
+impl BuildCache {
+    /// Opens a build directory and makes what is missing.
+    pub fn open(root: &Path) -> Result<Self, ExecuteError> {
+        let root = std::path::absolute(root).doing(|| format!("finding {}", root.display()))?;
+        for name in ["steps", "bases", "mounts", "downloads", "last", "empty", "tmp"] {
+            let path = root.join(name);
+            fs::create_dir_all(&path).doing(|| format!("making {}", path.display()))?;
+        }
+        // What steps leave may be readable by others inside a stage; not on this machine.
+        fs::set_permissions(&root, fs::Permissions::from_mode(0o700))
+            .doing(|| format!("protecting {}", root.display()))?;
+        let empty = root.join("empty");
+        fs::set_permissions(&empty, fs::Permissions::from_mode(0o755))
+            .doing(|| format!("protecting {}", empty.display()))?;
+        Ok(Self { root })
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub fn empty(&self) -> PathBuf {
+        self.root.join("empty")
+    }
+
+    /// A directory for work in progress, removed with its handle.
+    pub fn scratch(&self) -> Result<tempfile::TempDir, ExecuteError> {
+        let path = self.root.join("tmp");
+        tempfile::Builder::new()
+            .prefix("w")
+            .tempdir_in(&path)
+            .doing(|| format!("making a directory in {}", path.display()))
+    }
+
+    /// The result stored under a key.
+    pub fn step(&self, key: Digest) -> Option<StepResult> {
+        let path = self.root.join("steps").join(key.hex());
+        let record = serde_json::from_slice(&fs::read(path.join("step.json")).ok()?).ok()?;
+        let result = StepResult { record, tree: path.join("tree"), tar: path.join("layer.tar") };
+        (result.tree.is_dir() && result.tar.is_file()).then_some(result)
+    }
+
+    /// Stores a finished step: `work` holds `tree` and `layer.tar`. The first one stays when two
+    /// builds finish the same step.
+    pub fn keep(
+        &self,
+        key: Digest,
+        work: &Path,
+        record: &StepRecord,
+    ) -> Result<StepResult, ExecuteError> {
+        let text = serde_json::to_vec(record).unwrap_or_default();
+        fs::write(work.join("step.json"), text).doing(|| "recording a step".to_owned())?;
+        let path = self.root.join("steps").join(key.hex());
+        if let Err(error) = fs::rename(work, &path) {
+            let there = self.step(key);
+            if let Some(result) = there {
+                return Ok(result);
+            }
+            // A leftover that is no result: replace it.
+            let _ = fs::remove_dir_all(&path);
+            fs::rename(work, &path).map_err(|_| ExecuteError::Io {
+                what: format!("storing a step in {}", path.display()),
+                source: error,
+            })?;
+        }
+        Ok(StepResult {
+            record: record.clone(),
+            tree: path.join("tree"),
+            tar: path.join("layer.tar"),
+        })
+    }
+
+    /// Where a base with these layers is unpacked, and whether it already is.
+    pub fn base(&self, chain: Digest) -> (PathBuf, bool) {
+        let path = self.root.join("bases").join(chain.hex());
+        let there = path.is_dir();
+        (path, there)
+    }
+
+    /// Moves an unpacked base into place.
+    pub fn keep_base(&self, work: &Path, to: &Path) -> Result<(), ExecuteError> {
+        match fs::rename(work, to) {
+            Ok(()) => Ok(()),
+            Err(_) if to.is_dir() => Ok(()),
+            Err(source) => {
+                Err(ExecuteError::Io { what: format!("storing {}", to.display()), source })
+            }
+        }
+    }
+
+    /// Where the last download of an address is.
+    pub fn download(&self, url: &str) -> PathBuf {
+        self.root.join("downloads").join(Digest::of(url.as_bytes()).hex())
+    }
+
+    /// The directory of a cache mount.
+    pub fn mount(&self, id: &str) -> PathBuf {
+        self.root.join("mounts").join(Digest::of(id.as_bytes()).hex())
+    }
+
+    /// Compares a step's inputs with those of its last run and remembers them.
+    pub fn remember(&self, place: &str, inputs: &Inputs) -> Option<String> {
+        let path = self.root.join("last").join(Digest::of(place.as_bytes()).hex());
+        let before: Option<Inputs> =
+            fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        // Only explanations depend on it, so that a failure to write is no failure to build.
+        if before.as_ref() != Some(inputs)
+            && let Ok(bytes) = serde_json::to_vec(inputs)
+        {
+            let _: io::Result<()> = fs::write(&path, bytes);
+        }
+        before.map(|before| inputs.difference(&before))
+    }
+}

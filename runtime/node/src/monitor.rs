@@ -1,0 +1,337 @@
+//! One `parbake-vmm` process and its control channel, seen from the host.
+//!
+//! ```text
+//!  spawn ──► Starting ──Started──► Running ◄──pause/resume──► Paused ──snapshot──► Paused
+//!               │                     │                          │
+//!               └──Failed──►  Gone ◄──┴───── Stopped, quit ──────┘
+//! ```
+//! The process ends when this end of the channel closes, so dropping a [`Monitor`] (or killing the
+//! process that holds it) ends the guest.
+
+use std::collections::VecDeque;
+use std::fs::{self, File};
+use std::io::{self, IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use parbake_protocol::vmm::{
+    Event, MAX_LINE, Message, Reply, Request, SnapshotFiles, SnapshotReport, Status, VmmConfig,
+};
+use rustix::process::Signal;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+/// How long a monitor may take to answer an ordinary request.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long writing a snapshot may take.
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// What can go wrong between the host and a monitor.
+#[derive(Debug, thiserror::Error)]
+pub enum MonitorError {
+    /// The program could not be started.
+    #[error("cannot start {}", program.display())]
+    Spawn {
+        /// The program.
+        program: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The channel failed.
+    #[error("the monitor's control channel failed")]
+    Channel(#[source] io::Error),
+    /// The other side does not speak the protocol.
+    #[error("the monitor sent something that is not a message: {0}")]
+    Protocol(String),
+    /// The monitor ended without a word.
+    #[error("the monitor ended unexpectedly ({status}){}", tail(.log))]
+    Died {
+        /// How: its exit code, or the signal that killed it.
+        status: String,
+        /// The end of its stderr.
+        log: String,
+    },
+    /// The monitor could not start the guest.
+    #[error("the monitor could not start the machine ({kind}): {message}")]
+    Failed {
+        /// A stable word; see [`Event::Failed`].
+        kind: String,
+        /// For people.
+        message: String,
+    },
+    /// The monitor refused a request.
+    #[error("the monitor refused to {op}: {message}")]
+    Refused {
+        /// The request.
+        op: &'static str,
+        /// Why.
+        message: String,
+    },
+    /// No answer in time.
+    #[error("no answer from the monitor within {0:?}")]
+    Timeout(Duration),
+}
+
+fn tail(log: &str) -> String {
+    if log.is_empty() { String::new() } else { format!(": {log}") }
+}
+
+/// A running monitor.
+#[derive(Debug)]
+pub struct Monitor {
+    child: Child,
+    control: UnixStream,
+    inbox: Vec<u8>,
+    events: VecDeque<Event>,
+    log: PathBuf,
+}
+
+impl Monitor {
+    /// Starts `program`, sends it `config`, and returns at once; what the guest does arrives as
+    /// events. The process's stderr goes to `log`.
+    ///
+    /// # Errors
+    /// [`MonitorError::Spawn`] or [`MonitorError::Channel`].
+    pub fn spawn(program: &Path, config: &VmmConfig, log: &Path) -> Result<Self, MonitorError> {
+        let spawn_error = |source| MonitorError::Spawn { program: program.to_owned(), source };
+        let (control, theirs) = UnixStream::pair().map_err(spawn_error)?;
+        let stderr = File::create(log).map_err(spawn_error)?;
+        let mut line = serde_json::to_vec(config).expect("a configuration is plain data");
+        line.push(b'\n');
+        // Sent before the process exists, so that it finds the line waiting.
+        send(&control, &line, &[]).map_err(MonitorError::Channel)?;
+        let child = Command::new(program)
+            .args(["--control-fd", "0"])
+            .env_clear()
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(stderr)
+            .spawn()
+            .map_err(spawn_error)?;
+        Ok(Self {
+            child,
+            control,
+            inbox: Vec::with_capacity(4096),
+            events: VecDeque::new(),
+            log: log.to_owned(),
+        })
+    }
+
+    /// The process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The control channel, to wait on together with other descriptors.
+    #[must_use]
+    pub fn control_fd(&self) -> BorrowedFd<'_> {
+        self.control.as_fd()
+    }
+
+    /// The next event, waiting for it until `deadline`.
+    ///
+    /// # Errors
+    /// [`MonitorError::Timeout`] at the deadline, [`MonitorError::Died`] when the process ended.
+    pub fn next_event(&mut self, deadline: Instant) -> Result<Event, MonitorError> {
+        if let Some(event) = self.events.pop_front() {
+            return Ok(event);
+        }
+        match self.read_message(deadline)? {
+            Message::Event(event) => Ok(event),
+            Message::Reply(reply) => {
+                Err(MonitorError::Protocol(format!("a reply to nothing: {reply:?}")))
+            }
+        }
+    }
+
+    /// Stops the vCPUs and drains the devices.
+    ///
+    /// # Errors
+    /// [`MonitorError::Refused`] or a failed channel.
+    pub fn pause(&mut self) -> Result<(), MonitorError> {
+        self.simple("pause", &Request::Pause)
+    }
+
+    /// Lets the vCPUs run.
+    ///
+    /// # Errors
+    /// [`MonitorError::Refused`] or a failed channel.
+    pub fn resume(&mut self) -> Result<(), MonitorError> {
+        self.simple("resume", &Request::Resume)
+    }
+
+    /// Writes the paused machine into `state`, `memory` and one file per disk.
+    ///
+    /// # Errors
+    /// [`MonitorError::Refused`] or a failed channel; the files are then incomplete.
+    pub fn snapshot(
+        &mut self,
+        state: &File,
+        memory: &File,
+        disks: &[File],
+    ) -> Result<SnapshotReport, MonitorError> {
+        let mut files = vec![state.as_fd(), memory.as_fd()];
+        files.extend(disks.iter().map(AsFd::as_fd));
+        let count = u32::try_from(files.len()).unwrap_or(u32::MAX);
+        let request = Request::Snapshot(SnapshotFiles { files: count });
+        match self.request("snapshot", &request, &files, SNAPSHOT_TIMEOUT)? {
+            Reply::Snapshot(report) => Ok(report),
+            other => Err(MonitorError::Protocol(format!("{other:?} after a snapshot request"))),
+        }
+    }
+
+    /// What the monitor is doing.
+    ///
+    /// # Errors
+    /// A failed channel.
+    pub fn status(&mut self) -> Result<Status, MonitorError> {
+        match self.request("tell its status", &Request::Status, &[], REPLY_TIMEOUT)? {
+            Reply::Status(status) => Ok(status),
+            other => Err(MonitorError::Protocol(format!("{other:?} after a status request"))),
+        }
+    }
+
+    fn simple(&mut self, op: &'static str, request: &Request) -> Result<(), MonitorError> {
+        match self.request(op, request, &[], REPLY_TIMEOUT)? {
+            Reply::Done => Ok(()),
+            other => Err(MonitorError::Protocol(format!("{other:?} after a {op} request"))),
+        }
+    }
+
+    fn request(
+        &mut self,
+        op: &'static str,
+        request: &Request,
+        files: &[BorrowedFd<'_>],
+        timeout: Duration,
+    ) -> Result<Reply, MonitorError> {
+        let mut line = serde_json::to_vec(request).expect("a request is plain data");
+        line.push(b'\n');
+        if let Err(error) = send(&self.control, &line, files) {
+            return Err(match error.kind() {
+                io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.died(),
+                _ => MonitorError::Channel(error),
+            });
+        }
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.read_message(deadline) {
+                Ok(Message::Event(event)) => self.events.push_back(event),
+                Ok(Message::Reply(Reply::Failed { message })) => {
+                    return Err(MonitorError::Refused { op, message });
+                }
+                Ok(Message::Reply(reply)) => return Ok(reply),
+                Err(MonitorError::Timeout(_)) => return Err(MonitorError::Timeout(timeout)),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn read_message(&mut self, deadline: Instant) -> Result<Message, MonitorError> {
+        let started = Instant::now();
+        loop {
+            if let Some(end) = self.inbox.iter().position(|&byte| byte == b'\n') {
+                let message = serde_json::from_slice(&self.inbox[..end])
+                    .map_err(|error| MonitorError::Protocol(error.to_string()));
+                self.inbox.drain(..=end);
+                return message;
+            }
+            if self.inbox.len() > MAX_LINE {
+                return Err(MonitorError::Protocol("a line without end".to_owned()));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(MonitorError::Timeout(started.elapsed()));
+            }
+            self.control.set_read_timeout(Some(left)).map_err(MonitorError::Channel)?;
+            let mut buffer = [0; 4096];
+            match self.control.read(&mut buffer) {
+                Ok(0) => return Err(self.died()),
+                Ok(count) => self.inbox.extend_from_slice(&buffer[..count]),
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock
+                            | io::ErrorKind::TimedOut
+                            | io::ErrorKind::Interrupted
+                    ) => {}
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                    return Err(self.died());
+                }
+                Err(error) => return Err(MonitorError::Channel(error)),
+            }
+        }
+    }
+
+    fn died(&mut self) -> MonitorError {
+        let status = match self.child.wait() {
+            // What the system-call filter does to a monitor that strays.
+            Ok(status) if status.signal() == Some(Signal::SYS.as_raw()) => {
+                "it was killed for a forbidden system call".to_owned()
+            }
+            Ok(status) => status.to_string(),
+            Err(error) => error.to_string(),
+        };
+        MonitorError::Died { status, log: log_tail(&self.log) }
+    }
+
+    /// Ends the guest and waits for the process.
+    pub fn quit(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        // The monitor ends by itself when the channel closes; the kill is for one that cannot.
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        let deadline = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < deadline {
+            if !matches!(self.child.try_wait(), Ok(None)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// The last kilobyte of a log, trimmed.
+pub(crate) fn log_tail(path: &Path) -> String {
+    let bytes = fs::read(path).unwrap_or_default();
+    let start = bytes.len().saturating_sub(1024);
+    String::from_utf8_lossy(&bytes[start..]).trim().to_owned()
+}
+
+/// Sends all of `bytes`, and `files` along with its first part.
+fn send(stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+    let mut sent = 0;
+    while sent < bytes.len() {
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if sent == 0 && !files.is_empty() {
+            assert!(ancillary.push(SendAncillaryMessage::ScmRights(files)), "at most 16 files");
+        }
+        match rustix::net::sendmsg(
+            stream,
+            &[IoSlice::new(&bytes[sent..])],
+            &mut ancillary,
+            SendFlags::NOSIGNAL,
+        ) {
+            Ok(count) => sent += count,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}

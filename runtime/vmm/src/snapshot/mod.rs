@@ -1,0 +1,10 @@
+//! Freezing a machine and continuing it elsewhere.
+
+pub mod contract;
+pub mod format;
+pub mod restore;
+pub mod save;
+pub mod state;
+pub mod tsc;
+
+pub use format::StateError;
