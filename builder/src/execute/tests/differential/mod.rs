@@ -168,7 +168,7 @@ fn every_case_is_as_it_was_judged() {
         let left = MOUNT_POINTS.iter().find(|(name, _)| *name == input.name);
         let expected = &without(expected, left.map_or(&[], |(_, paths)| *paths));
         match ours(input) {
-            Ok((ours, _)) if ours == expected => {}
+            Ok((ours, _)) if ours == *expected => {}
             Ok((ours, _)) => {
                 wrong.push(format!("{}:\n{}", input.name, tree::line_difference(expected, &ours)));
             }
@@ -198,7 +198,7 @@ fn what_no_judge_can_build_is_as_documented() {
                 let tree = text.split_once("\n}\n").map_or("", |(_, tree)| tree);
                 // They appear with the first `RUN`, and are not what these cases are about.
                 let tree = &without(tree, &["/dev", "/proc", "/sys"]);
-                if tree != expected {
+                if *tree != expected {
                     let difference = tree::line_difference(&expected, tree);
                     wrong.push(format!("{}:\n{difference}", case.input.name));
                 }
