@@ -32,15 +32,17 @@ demo: setup-demo build image
 
 lint:
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --locked -- -D warnings
+	cargo clippy --workspace --all-targets --release --locked -- -D warnings
 
+# In the release profile, as its dependencies are built already; overflow checks are on there.
 unit: setup-test build
-	PARBAKE_BIN=$(abspath $(BIN)) cargo test --workspace --locked
+	PARBAKE_BIN=$(abspath $(BIN)) cargo test --workspace --exclude parbake-tests --release --locked
 
 e2e: setup-test build image
-	tests/e2e $(BIN)/parbake $(IMAGES)/debian
+	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_IMAGE=$(abspath $(IMAGES))/debian \
+		cargo test -p parbake-tests --release --locked -- --nocapture --test-threads 2
 
-test: setup-test build lint unit e2e
+test: setup-test lint build unit e2e
 
 bench: setup-test build image
 	tests/bench $(BIN)

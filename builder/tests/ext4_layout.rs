@@ -72,16 +72,25 @@ fn files_longer_than_an_extent_and_than_32_bits() {
 /// An image of exactly `blocks` blocks, if the layout has one.
 fn sized(blocks: u64) -> Option<Plot> {
     let mut filler = blocks / 2;
-    // More groups have more tables; a few rounds find how much.
+    // More groups have more tables; a few rounds find how much. Data moves the end of the image in
+    // steps of 64 blocks, long symlinks by one block each.
     for _ in 0..20 {
-        let mut plot = Plot::new();
-        plot.file(ROOT, "file", b"content");
-        plot.unwritten(ROOT, "filler", u32::try_from(filler).expect("32 bits"));
-        let found = plot.finish(&options()).blocks;
-        if found == blocks {
-            return Some(plot);
+        for links in 0..64 {
+            let mut plot = Plot::new();
+            plot.file(ROOT, "file", b"content");
+            plot.unwritten(ROOT, "filler", u32::try_from(filler).expect("32 bits"));
+            for number in 0..links {
+                plot.symlink(ROOT, number.to_string(), &[b't'; 100]);
+            }
+            let found = plot.finish(&options()).blocks;
+            if found == blocks {
+                return Some(plot);
+            }
+            if found + 64 <= blocks || found > blocks {
+                filler = (filler + blocks).checked_sub(found)?;
+                break;
+            }
         }
-        filler = (filler + blocks).checked_sub(found)?;
     }
     None
 }
@@ -89,7 +98,7 @@ fn sized(blocks: u64) -> Option<Plot> {
 #[test]
 fn images_end_right_before_and_after_group_boundaries() {
     let mut exact = 0;
-    for groups in [1, 2, 3, 4, 6, 16] {
+    for groups in [1, 2, 3, 4] {
         for blocks in [groups * GROUP - 1, groups * GROUP, groups * GROUP + 1] {
             if let Some(plot) = sized(blocks) {
                 exact += 1;
@@ -97,10 +106,16 @@ fn images_end_right_before_and_after_group_boundaries() {
             }
         }
     }
+    // Inodes alone can ask for another group, which then begins with its first block.
+    let mut plot = Plot::new();
+    plot.file(ROOT, "file", b"content");
+    let many = Options { free_inodes: 70_000, ..options() };
+    assert_eq!(plot.finish(&many).blocks, 2 * GROUP + 1);
+    plot.judge();
     // One more block than 1 or 3 groups would not hold the backup that begins there, and some
     // sizes just before a new group's tables fit are skipped.
     println!("{exact} sizes");
-    assert!(exact >= 12, "{exact} sizes");
+    assert!(exact >= 8, "{exact} sizes");
 }
 
 #[test]
@@ -207,6 +222,8 @@ fn an_image_grows_offline() {
     }
 }
 
+/// Where the test machine's root lacks the capability, a guest's has it: this test program, run by
+/// the root of an emulated machine whose own root is this machine's file system, is the proof.
 #[test]
 fn an_image_grows_while_mounted() {
     let effective = std::fs::read_to_string("/proc/self/status").expect("status");

@@ -46,6 +46,8 @@ pub const MAX_ITEMS: usize = 256;
 pub mod layer {
     /// A document, as it lies in the store.
     pub const DOCUMENT: &str = "application/vnd.parbake.document.v1+json";
+    /// A working set, as it lies in the store.
+    pub const WORKING_SET: &str = "application/vnd.parbake.working-set.v1+json";
     /// The kernel's parts.
     pub const KERNEL: &str = "application/vnd.parbake.kernel.v1+zstd";
     /// Machine state.
@@ -157,6 +159,9 @@ pub struct ArtifactConfig {
     /// What the snapshot needs of a node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compat: Option<CompatContract>,
+    /// The snapshot's working set, a document.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub working_set: Option<Digest>,
     /// All objects, parts before what refers to them.
     pub objects: Vec<ArtifactObject>,
     /// The packs, in the order page maps count them.
@@ -296,7 +301,7 @@ impl Manifest {
     /// When it is something else; `what` is how the user named it.
     pub fn parse(bytes: &[u8], digest: &Digest, what: &str) -> Result<Self, ArtifactError> {
         let manifest: Self = parse_json("manifest", bytes, digest, MAX_MANIFEST_BYTES)?;
-        let compat = manifest.annotations.contains_key("dev.parbake.compat");
+        let compat = manifest.annotations.contains_key(crate::compat_image::MARK);
         let found = manifest.artifact_type.as_deref().unwrap_or(&manifest.config.media_type);
         if found == ARTIFACT_TYPE || manifest.config.media_type == CONFIG_TYPE || compat {
             return Ok(manifest);

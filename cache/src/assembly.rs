@@ -32,14 +32,14 @@ pub(crate) struct Part {
 /// A stretch of pages that is wanted, and the image it is wanted in.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Target {
-    image: usize,
+    pub(crate) image: usize,
     pub(crate) extent: Extent,
 }
 
 /// Images being put together, each under its own lock.
 #[derive(Debug)]
-pub(crate) struct Assembly<'a> {
-    store: &'a Store,
+pub(crate) struct Assembly {
+    store: Store,
     images: Vec<Image>,
     reused_bytes: u64,
 }
@@ -53,10 +53,10 @@ struct Image {
     missing: Vec<Chunk>,
 }
 
-impl<'a> Assembly<'a> {
+impl Assembly {
     /// Takes up the images, waiting for another process that is at one of them; nothing when they
     /// are all there afterwards.
-    pub(crate) fn begin(store: &'a Store, parts: Vec<Part>) -> Result<Option<Self>, StoreError> {
+    pub(crate) fn begin(store: &Store, parts: Vec<Part>) -> Result<Option<Self>, StoreError> {
         let mut images = Vec::new();
         // One order for everybody, so that no two wait for each other.
         let mut parts = parts;
@@ -70,12 +70,47 @@ impl<'a> Assembly<'a> {
         if images.is_empty() {
             return Ok(None);
         }
-        let mut assembly = Self { store, images, reused_bytes: 0 };
+        let mut assembly = Self { store: store.clone(), images, reused_bytes: 0 };
         let whole: u64 = assembly.images.iter().map(|image| image.part.index.data_bytes()).sum();
         assembly.find_missing()?;
         assembly.reuse_local()?;
         assembly.reused_bytes = whole - assembly.missing_bytes();
         Ok(Some(assembly))
+    }
+
+    /// Where the image of that digest is, counted among those being put together.
+    pub(crate) fn position(&self, digest: &Digest) -> Option<usize> {
+        self.images.iter().position(|image| image.part.digest == *digest)
+    }
+
+    /// The file that an image is put together in. It stays the same file when published.
+    pub(crate) fn path(&self, image: usize) -> &std::path::Path {
+        &self.images[image].path
+    }
+
+    /// An image's index.
+    pub(crate) fn index(&self, image: usize) -> &ChunkIndex {
+        &self.images[image].part.index
+    }
+
+    /// The chunks that are not there yet: image, and number.
+    pub(crate) fn missing(&self) -> impl Iterator<Item = (usize, u32)> {
+        let numbers = |(image, it): (usize, &Image)| {
+            it.missing.iter().map(|chunk| (image, chunk.number)).collect::<Vec<_>>()
+        };
+        self.images.iter().enumerate().flat_map(numbers)
+    }
+
+    /// Whether one chunk is what the index says.
+    pub(crate) fn is_right(&self, image: usize, number: u32) -> Result<bool, StoreError> {
+        let image = &self.images[image];
+        let chunks = image.part.index.chunks();
+        let Ok(at) = chunks.binary_search_by_key(&number, |chunk| chunk.number) else {
+            return Ok(true);
+        };
+        differing(&image.file, &image.part.index, &chunks[at..=at])
+            .map(|wrong| wrong.is_empty())
+            .map_err(StoreError::io("read", &image.path, 0))
     }
 
     /// Bytes of the images that were there already.

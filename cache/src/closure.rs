@@ -69,6 +69,7 @@ impl Store {
                 queue.push(digest);
             }
             queue.extend(mentions.others);
+            queue.extend(self.working_set_reference(&parent)?);
             if with_snapshots {
                 let snapshots = self.root().join("refs/snapshots").join(parent.hex());
                 let references = crate::reference::list(&snapshots)?;

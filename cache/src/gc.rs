@@ -120,18 +120,19 @@ impl Store {
         let mut roots = self.reference_roots()?;
         roots.extend(held);
         let (reached, _) = self.reach(roots, true)?;
-        // Snapshot references of templates that go, first: a reference never dangles.
-        let directory = self.root().join("refs/snapshots");
-        for entry in fs::read_dir(&directory).map_err(StoreError::io("read", &directory, 0))? {
-            let entry = entry.map_err(StoreError::io("read", &directory, 0))?;
-            let name = entry.file_name();
-            let template = format!("sha256:{}", name.to_string_lossy()).parse::<Digest>();
-            if !template.is_ok_and(|template| reached.contains(&template)) {
-                fs::remove_dir_all(entry.path()).map_err(StoreError::io(
-                    "remove",
-                    &entry.path(),
-                    0,
-                ))?;
+        // References of what goes, first: a reference never dangles.
+        for directory in ["refs/snapshots", "refs/working-sets", "refs/used"] {
+            let directory = self.root().join(directory);
+            for entry in fs::read_dir(&directory).map_err(StoreError::io("read", &directory, 0))? {
+                let path = entry.map_err(StoreError::io("read", &directory, 0))?.path();
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                let owner = format!("sha256:{name}").parse::<Digest>();
+                if owner.is_ok_and(|owner| reached.contains(&owner)) {
+                    continue;
+                }
+                let removed =
+                    if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+                removed.map_err(StoreError::io("remove", &path, 0))?;
             }
         }
         report.kept_bytes = 0;
@@ -191,9 +192,10 @@ impl Store {
                 if in_use.contains(&reference.digest) {
                     continue;
                 }
-                let used = fs::metadata(&path).and_then(|m| m.modified());
+                let made = fs::metadata(&path).and_then(|m| m.modified()).ok();
+                let used = live::last_use(self.root(), &reference.digest);
                 candidates.push(Candidate {
-                    used: used.unwrap_or(SystemTime::UNIX_EPOCH),
+                    used: made.max(used).unwrap_or(SystemTime::UNIX_EPOCH),
                     path,
                     digest: reference.digest,
                 });

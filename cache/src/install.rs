@@ -27,13 +27,14 @@ use crate::pack::{self, Directory, Frame, MAX_DIRECTORY_BYTES};
 use crate::pagemap::{MAX_MAP_BYTES, PageMap};
 use crate::store::Store;
 use crate::template::{SnapshotManifest, TemplateManifest};
+use crate::working_set::WorkingSet;
 
 /// The largest compressed page map.
 const MAX_MAP_LAYER_BYTES: u64 = 64 * 1024 * 1024;
 /// The largest blob (kernel, initramfs, state).
 const MAX_BLOB_BYTES: u64 = 4 << 30;
 /// Frames this close together are fetched in one request.
-const MAX_GAP: u64 = 128 * 1024;
+pub(crate) const MAX_GAP: u64 = 128 * 1024;
 /// How much one request fetches at most, so that several run side by side.
 const MAX_REQUEST: u64 = 16 * 1024 * 1024;
 
@@ -141,9 +142,7 @@ impl<'a> Installer<'a> {
     /// When it cannot be had or is not usable.
     pub fn config(&self) -> Result<ArtifactConfig, InstallError> {
         let descriptor = &self.manifest.config;
-        if descriptor.media_type != CONFIG_TYPE
-            && !self.manifest.annotations.contains_key("dev.parbake.compat")
-        {
+        if descriptor.media_type != CONFIG_TYPE {
             let what = format!("its config has type {:?}", descriptor.media_type);
             return Err(ArtifactError::Inconsistent(what).into());
         }
@@ -159,14 +158,7 @@ impl<'a> Installer<'a> {
     /// the next try.
     pub fn install(&self, config: &ArtifactConfig) -> Result<Installed, InstallError> {
         let reused_bytes = self.install_images(config)?;
-        self.install_blobs(config)?;
-        for object in &config.objects {
-            if let ArtifactObject::Document { digest } = object {
-                let layer = self.manifest.layer(digest)?;
-                let bytes = self.fetch(layer, "document", MAX_DOCUMENT_BYTES)?;
-                self.store.put_blob(&bytes)?;
-            }
-        }
+        self.install_small(config)?;
         // What the documents refer to must all have come along.
         let _: TemplateManifest = self.store.get_json(&config.template)?;
         self.store.check_complete(&config.template)?;
@@ -179,6 +171,14 @@ impl<'a> Installer<'a> {
             }
             self.store.check_complete(digest)?;
             self.store.set_snapshot(&config.template, digest)?;
+            if let Some(set) = &config.working_set {
+                let document = self.fetch_working_set(set)?;
+                if document.snapshot != *digest {
+                    let what = "its working set is of another snapshot".to_owned();
+                    return Err(ArtifactError::Inconsistent(what).into());
+                }
+                self.store.refer_to_working_set(digest, set)?;
+            }
         }
         Ok(Installed {
             template: config.template,
@@ -188,7 +188,29 @@ impl<'a> Installer<'a> {
         })
     }
 
-    fn install_images(&self, config: &ArtifactConfig) -> Result<u64, InstallError> {
+    /// Brings everything but the images.
+    pub(crate) fn install_small(&self, config: &ArtifactConfig) -> Result<(), InstallError> {
+        self.install_blobs(config)?;
+        for object in &config.objects {
+            if let ArtifactObject::Document { digest } = object {
+                let layer = self.manifest.layer(digest)?;
+                let bytes = self.fetch(layer, "document", MAX_DOCUMENT_BYTES)?;
+                self.store.put_blob(&bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings a working set.
+    pub(crate) fn fetch_working_set(&self, digest: &Digest) -> Result<WorkingSet, InstallError> {
+        let layer = self.manifest.layer(digest)?;
+        let bytes = self.fetch(layer, "working set", MAX_DOCUMENT_BYTES)?;
+        self.store.put_blob(&bytes)?;
+        Ok(self.store.get_json(digest)?)
+    }
+
+    /// Fetches what is to be known of the images that are not here.
+    pub(crate) fn parts(&self, config: &ArtifactConfig) -> Result<Vec<Part>, InstallError> {
         let mut parts = Vec::new();
         for object in &config.objects {
             let ArtifactObject::Image { digest, size, map } = object else { continue };
@@ -209,6 +231,11 @@ impl<'a> Installer<'a> {
             }
             parts.push(Part { digest: *digest, index, map });
         }
+        Ok(parts)
+    }
+
+    fn install_images(&self, config: &ArtifactConfig) -> Result<u64, InstallError> {
+        let parts = self.parts(config)?;
         if parts.is_empty() {
             return Ok(0);
         }
@@ -236,7 +263,7 @@ impl<'a> Installer<'a> {
         unreachable!("the loop ends by returning")
     }
 
-    fn directories(
+    pub(crate) fn directories(
         &self,
         config: &ArtifactConfig,
         packs: &HashSet<u16>,
@@ -271,7 +298,7 @@ impl<'a> Installer<'a> {
         directories: &BTreeMap<u16, Directory>,
         needed: &Needed,
         jobs: &[Job],
-        assembly: &Assembly<'_>,
+        assembly: &Assembly,
     ) -> Result<(), InstallError> {
         let next = AtomicUsize::new(0);
         let failure = Mutex::new(None);
@@ -310,7 +337,7 @@ impl<'a> Installer<'a> {
         job: &Job,
         directory: &Directory,
         needed: &Needed,
-        assembly: &Assembly<'_>,
+        assembly: &Assembly,
     ) -> Result<(), InstallError> {
         const BREAKS: u32 = 5;
         let frame = |number: u32| &directory.frames()[number as usize];
@@ -322,7 +349,7 @@ impl<'a> Installer<'a> {
             let mut reader = self.source.open(pack, position, len).map_err(fetch_error)?;
             for &number in &rest.frames {
                 let frame = frame(number);
-                let read = read_frame(&mut reader, &mut position, frame);
+                let read = read_frame(&mut *reader, &mut position, frame);
                 let bytes = match read {
                     Ok(bytes) => bytes,
                     Err(_) if breaks < BREAKS => {
@@ -476,10 +503,10 @@ pub fn fetch_verified(
 }
 
 /// For each frame, where its pages go.
-type Needed = HashMap<(u16, u32), Vec<crate::assembly::Target>>;
+pub(crate) type Needed = HashMap<(u16, u32), Vec<crate::assembly::Target>>;
 
-fn needed_frames(
-    assembly: &Assembly<'_>,
+pub(crate) fn needed_frames(
+    assembly: &Assembly,
     directories: &BTreeMap<u16, Directory>,
     config: &ArtifactConfig,
 ) -> Result<Needed, ArtifactError> {
@@ -543,7 +570,11 @@ impl Job {
 }
 
 /// Skips to a frame and reads it.
-fn read_frame(reader: &mut dyn Read, position: &mut u64, frame: &Frame) -> io::Result<Vec<u8>> {
+pub(crate) fn read_frame(
+    reader: &mut dyn Read,
+    position: &mut u64,
+    frame: &Frame,
+) -> io::Result<Vec<u8>> {
     let gap = frame.offset - *position;
     let skipped = io::copy(&mut Read::take(&mut *reader, gap), &mut io::sink())?;
     let mut bytes = vec![0; frame.len as usize];

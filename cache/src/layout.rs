@@ -17,7 +17,7 @@ use crate::publish::{Blob, Content, Publication};
 
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
 const LAYOUT_FILE: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
-const BLOCK: usize = 512;
+pub(crate) const BLOCK: usize = 512;
 /// The most files an archive may have.
 const MAX_ENTRIES: usize = 100_000;
 
@@ -240,7 +240,12 @@ fn beside(path: &Path) -> PathBuf {
 }
 
 /// Writes one regular file with fixed owner, mode and time (POSIX.1-1988 ustar).
-fn write_entry(out: &mut impl Write, name: &str, size: u64, content: impl Read) -> io::Result<()> {
+pub(crate) fn write_entry(
+    out: &mut impl Write,
+    name: &str,
+    size: u64,
+    content: impl Read,
+) -> io::Result<()> {
     if size >= 1 << 33 || name.len() > 100 {
         return Err(io::Error::other(format!("{name} does not fit a ustar header")));
     }

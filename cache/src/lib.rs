@@ -6,8 +6,11 @@
 
 pub mod artifact;
 mod assembly;
+mod challenge;
 pub mod chunk;
 mod closure;
+mod compat_image;
+pub mod credentials;
 pub mod digest;
 mod durable;
 pub mod error;
@@ -16,6 +19,7 @@ pub mod gc;
 pub mod index;
 pub mod install;
 pub mod layout;
+pub mod lazy;
 pub mod live;
 mod lock;
 pub mod name;
@@ -25,10 +29,13 @@ mod packer;
 pub mod pagemap;
 pub mod publish;
 mod reference;
+pub mod registry;
 pub mod store;
 pub mod template;
+pub mod transport;
 pub mod variant;
 pub mod verify;
+pub mod working_set;
 
 pub use digest::Digest;
 pub use error::StoreError;

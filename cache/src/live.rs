@@ -71,6 +71,9 @@ impl Store {
         }
         let mut live = Live::create(self.root())?;
         live.append(roots)?;
+        for root in roots {
+            note_use(self.root(), root);
+        }
         drop(lock);
         Ok(Lease { live })
     }
@@ -229,6 +232,18 @@ fn read(file: &File, path: &Path) -> Result<(Option<String>, Vec<Digest>), Store
     let boot = lines.next().and_then(|line| line.strip_prefix("boot ")).map(str::to_owned);
     // The last line of a process that died while writing it means nothing any more.
     Ok((boot, lines.filter_map(|line| Digest::from_str(line).ok()).collect()))
+}
+
+/// When an object was last leased, if ever.
+pub(crate) fn last_use(root: &Path, digest: &Digest) -> Option<std::time::SystemTime> {
+    fs::metadata(root.join("refs/used").join(digest.hex())).and_then(|m| m.modified()).ok()
+}
+
+/// Writes down that an object is used now. A hint for a quota: nothing depends on it.
+fn note_use(root: &Path, digest: &Digest) {
+    let path = root.join("refs/used").join(digest.hex());
+    let file = OpenOptions::new().write(true).create(true).truncate(false).open(path);
+    let _ = file.and_then(|file| file.set_modified(std::time::SystemTime::now()));
 }
 
 /// 128 random bits in hexadecimal.

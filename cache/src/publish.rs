@@ -64,7 +64,7 @@ pub struct Publication {
     /// What it took.
     pub stats: PublishStats,
     _lease: Lease,
-    _staging: Staging,
+    staging: Staging,
 }
 
 /// A part of an artifact.
@@ -116,11 +116,11 @@ impl Default for PublishOptions {
     fn default() -> Self {
         Self {
             level: 3,
-            run_pages: 32,
+            run_pages: 64,
             created: None,
             annotations: BTreeMap::new(),
             bases: Vec::new(),
-            min_use_percent: 40,
+            min_use_percent: 20,
             snapshots: true,
         }
     }
@@ -276,7 +276,7 @@ impl Publisher<'_> {
             index,
             stats,
             _lease: lease,
-            _staging: self.staging,
+            staging: self.staging,
         })
     }
 
@@ -295,6 +295,7 @@ impl Publisher<'_> {
             snapshot: snapshot.map(|(digest, _)| *digest),
             machine: snapshot.map(|(_, snapshot)| snapshot.machine),
             compat: snapshot.map(|(_, snapshot)| snapshot.compat.clone()),
+            working_set: None,
             objects: Vec::new(),
             packs: Vec::new(),
         }
@@ -319,6 +320,12 @@ impl Publisher<'_> {
         for digest in documents {
             let bytes = self.store.get_blob(digest, crate::object::MAX_DOCUMENT_BYTES)?;
             layers.push(self.add_bytes(layer::DOCUMENT, bytes));
+        }
+        let working_set = config.snapshot.map(|snapshot| self.store.working_set(&snapshot));
+        if let Some((digest, _)) = working_set.transpose()?.flatten() {
+            let bytes = self.store.get_blob(&digest, crate::object::MAX_DOCUMENT_BYTES)?;
+            layers.push(self.add_bytes(layer::WORKING_SET, bytes));
+            config.working_set = Some(digest);
         }
         for (placed, extents) in images.iter().zip(extents) {
             let index = self.store.index(&placed.object.digest)?;
@@ -461,6 +468,12 @@ impl Publisher<'_> {
         let descriptor = Descriptor::new(media_type, digest, written.len);
         self.add(Blob { descriptor: descriptor.clone(), content: Content::File(path) });
         Ok(BlobLayer { object: object.clone(), descriptor })
+    }
+}
+
+impl Publication {
+    pub(crate) fn staging_path(&self) -> &std::path::Path {
+        self.staging.path()
     }
 }
 

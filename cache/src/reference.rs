@@ -212,6 +212,19 @@ impl Store {
         remove(&path).map(|()| true)
     }
 
+    /// Remembers what a tag at a registry stood for: a hint where packs may be found.
+    pub(crate) fn remember_remote(
+        &self,
+        name: &TemplateName,
+        index: &Digest,
+    ) -> Result<(), StoreError> {
+        let reference = Reference { key: name.to_string(), digest: *index };
+        let bytes = serde_json::to_vec(&reference).expect("plain structures always encode");
+        let scratch = self.scratch()?;
+        durable::write_file(&scratch, &bytes)?;
+        durable::publish(&scratch, &keyed(&self.root().join("refs/remotes"), &reference.key))
+    }
+
     fn set_reference(
         &self,
         directory: &Path,
@@ -263,7 +276,7 @@ fn keyed(directory: &Path, key: &str) -> PathBuf {
     directory.join(Digest::of(key.as_bytes()).hex())
 }
 
-fn read(path: &Path) -> Result<Option<Reference>, StoreError> {
+pub(crate) fn read(path: &Path) -> Result<Option<Reference>, StoreError> {
     let bytes = match read_bounded(path, MAX_REFERENCE_BYTES) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

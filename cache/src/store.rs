@@ -14,7 +14,10 @@
 //!   images/ab/<62 hex>            the image itself, named by its *index's* digest: sparse, mode 0444
 //!   refs/tags/<hex>               {"key": "debian:12", "digest": "sha256:…"}; named by the SHA-256 of the key
 //!   refs/kernels/<hex>            the same, for kernel bundles
+//!   refs/remotes/<hex>            what was last pushed to or pulled from a registry's tag; keeps nothing
 //!   refs/snapshots/<hex>/<hex>    a template's snapshots: directory named by the template
+//!   refs/used/<hex>               empty; its time is when the object was last leased
+//!   refs/working-sets/<hex>       the working set of the snapshot it is named by
 //!   live/<id>                     one per lease, staging area and writing handle; flocked while it lives
 //!   partial/<hex>                 an image being pulled, named by its digest; flocked while someone is at it
 //!   stage/<id>/                   the private directory of the live/<id> of the same name
@@ -82,14 +85,17 @@ const FORMAT_NAME: &str = "parbake store";
 const FORMAT_FILE: &str = "format.json";
 /// Far more than a format file needs.
 const MAX_FORMAT_BYTES: u64 = 64 * 1024;
-const DIRECTORIES: [&str; 10] = [
+const DIRECTORIES: [&str; 13] = [
     "objects",
     "indexes",
     "images",
     "refs",
     "refs/tags",
     "refs/kernels",
+    "refs/remotes",
     "refs/snapshots",
+    "refs/used",
+    "refs/working-sets",
     "live",
     "partial",
     "stage",

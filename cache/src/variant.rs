@@ -5,6 +5,7 @@ use crate::artifact::{
     ARTIFACT_TYPE, ArtifactConfig, ArtifactError, Descriptor, INDEX_TYPE, Index, MANIFEST_TYPE,
     MAX_MANIFEST_BYTES, Manifest,
 };
+use crate::compat_image::{Undressed, undress};
 use crate::install::{
     BlobSource, InstallError, InstallEvent, Installed, Installer, fetch_verified,
 };
@@ -76,8 +77,10 @@ pub fn unmet(needs: &CompatContract, offers: &CompatContract) -> Vec<String> {
 }
 
 /// A variant whose config has been read.
-struct Variant {
+struct Variant<'a> {
     manifest: Manifest,
+    /// Serves the parts of one that is dressed as an image.
+    undressed: Option<Undressed<'a>>,
     digest: Digest,
     config: ArtifactConfig,
 }
@@ -98,8 +101,13 @@ pub fn install(
     for descriptor in manifests(source, root, what)? {
         let bytes = fetch_verified(source, &descriptor, "manifest", MAX_MANIFEST_BYTES)?;
         let manifest = Manifest::parse(&bytes, &descriptor.digest, what)?;
-        let config = Installer::new(store, source, &manifest, observer).config()?;
-        variants.push(Variant { manifest, digest: descriptor.digest, config });
+        let (manifest, undressed) = match undress(&manifest, source)? {
+            Some((bare, parts)) => (bare, Some(parts)),
+            None => (manifest, None),
+        };
+        let parts = undressed.as_ref().map_or(source, |parts| parts as &dyn BlobSource);
+        let config = Installer::new(store, parts, &manifest, observer).config()?;
+        variants.push(Variant { manifest, undressed, digest: descriptor.digest, config });
     }
     let Some(template) = variants.first().map(|variant| variant.config.template) else {
         return Err(ArtifactError::Inconsistent("its index is empty".to_owned()).into());
@@ -134,18 +142,29 @@ pub fn install(
     }
     if chosen.is_empty() {
         // Any snapshot's variant carries the whole template, too.
-        let bare = |variant: &Variant| bare(variant.config.clone());
         let Some(variant) = variants.first() else { unreachable!("checked above") };
-        let config = bare(variant);
-        let installer = Installer::new(store, source, &variant.manifest, observer);
+        let config = bare(variant.config.clone());
+        let installer = variant.installer(store, source, observer);
         return Ok(PullReport { template, installed: vec![installer.install(&config)?], refused });
     }
     let mut installed = Vec::new();
     for variant in chosen {
-        let installer = Installer::new(store, source, &variant.manifest, observer);
+        let installer = variant.installer(store, source, observer);
         installed.push(installer.install(&variant.config)?);
     }
     Ok(PullReport { template, installed, refused })
+}
+
+impl Variant<'_> {
+    fn installer<'b>(
+        &'b self,
+        store: &'b Store,
+        source: &'b dyn BlobSource,
+        observer: &'b (dyn Fn(InstallEvent) + Sync),
+    ) -> Installer<'b> {
+        let source = self.undressed.as_ref().map_or(source, |parts| parts as &dyn BlobSource);
+        Installer::new(store, source, &self.manifest, observer)
+    }
 }
 
 /// A snapshot's config reduced to its template.
@@ -165,7 +184,7 @@ fn bare(mut config: ArtifactConfig) -> ArtifactConfig {
         }
         ArtifactObject::Document { digest } => Some(*digest) != snapshot,
     });
-    ArtifactConfig { snapshot: None, machine: None, compat: None, ..config }
+    ArtifactConfig { snapshot: None, machine: None, compat: None, working_set: None, ..config }
 }
 
 /// The manifests behind a descriptor.

@@ -13,6 +13,7 @@ use parbake_cache::pack::Directory;
 use parbake_cache::publish::{BasePack, Content, Publication, PublishOptions};
 use parbake_cache::template::{SnapshotManifest, TemplateManifest};
 use parbake_cache::variant::{self, Choice, PullReport};
+use parbake_cache::working_set::{Role, WorkingSet};
 use parbake_cache::{Digest, Store, TemplateName};
 
 mod fixture;
@@ -118,13 +119,15 @@ fn a_template_travels_as_a_directory_and_as_an_archive() {
     let directory = tempfile::tempdir().unwrap();
     let home = store(directory.path(), "home");
     let (template, snapshot) = bake(&home, 1);
+    let touched = WorkingSet::of(snapshot, [(Role::Memory, 7), (Role::Rootfs, 20)]);
+    let working_set = home.set_working_set(&touched).unwrap();
     let publication = home.publish(&template, &PublishOptions::default()).unwrap();
     let (dir, tar) = (directory.path().join("layout"), directory.path().join("py.tar"));
     publication.export_directory(&dir, &name()).unwrap();
     publication.export_archive(&tar, &name()).unwrap();
     assert!(publication.export_directory(&dir, &name()).is_err(), "not over something");
-    for (path, away) in [(&dir, "away-dir"), (&tar, "away-tar")] {
-        let away = store(directory.path(), away);
+    for (path, place) in [(&dir, "away-dir"), (&tar, "away-tar")] {
+        let away = store(directory.path(), place);
         let layout = Layout::open(path).unwrap();
         let (root, found) = layout.root(Some("3.12")).unwrap();
         assert_eq!(found.as_deref(), Some("team/py:3.12"));
@@ -132,6 +135,10 @@ fn a_template_travels_as_a_directory_and_as_an_archive() {
         assert_eq!(report.template, template);
         assert_eq!(away.snapshots(&template).unwrap()[0].0, snapshot);
         away.tag(&name(), &template).unwrap();
+        drop(away);
+        let away = Store::open(&directory.path().join(place)).unwrap();
+        away.collect(None).unwrap();
+        assert_eq!(away.working_set(&snapshot).unwrap(), Some((working_set, touched.clone())));
         assert!(away.verify(false).unwrap().is_clean());
         // What was sparse is sparse, and the same documents name the same bytes.
         let manifest: TemplateManifest = away.get_json(&template).unwrap();
@@ -407,6 +414,39 @@ fn what_is_no_template_or_a_newer_one_is_refused_by_name() {
     refuse(&|s| with_map(s, 8, 9), "version 9");
     // Pages of the right pack but in the wrong place are found by the index.
     refuse(&|s| with_map(s, 24 + 12, 1), "not what its index says");
+}
+
+#[test]
+fn dressed_as_an_image_it_is_the_same_inside() {
+    let directory = tempfile::tempdir().unwrap();
+    let home = store(directory.path(), "home");
+    let (template, snapshot) = bake(&home, 1);
+    let publish = || home.publish(&template, &PublishOptions::default()).unwrap();
+    let image = publish().into_compat_image().unwrap();
+    let source = Memory::of(&image);
+    for blob in &image.blobs {
+        let kind = &blob.descriptor.media_type;
+        assert!(kind.starts_with("application/vnd.oci.image."), "{kind}");
+    }
+    let away = store(directory.path(), "away");
+    install(&away, &source, &image.index.descriptor, &Choice::All).unwrap();
+    assert_eq!(away.snapshots(&template).unwrap()[0].0, snapshot);
+    assert!(away.verify(false).unwrap().is_clean());
+    // Other tools take it for an image, and every layer is a tar file they can read.
+    let path = directory.path().join("image.tar");
+    image.export_archive(&path, &name()).unwrap();
+    let layer = directory.path().join("layer.tar");
+    for blob in image.blobs.iter().filter(|b| b.descriptor.media_type.ends_with("tar")).take(3) {
+        std::fs::write(&layer, &source.blobs[&blob.descriptor.digest]).unwrap();
+        let output = std::process::Command::new("tar").arg("-tf").arg(&layer).output().unwrap();
+        let inside = &blob.descriptor.annotations["dev.parbake.blob.digest"];
+        let expected = format!("parbake/{}\n", &inside["sha256:".len()..]);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), expected);
+    }
+    // What builds upon others cannot be dressed.
+    let bases = bases(&publish());
+    let options = PublishOptions { bases, ..PublishOptions::default() };
+    assert!(home.publish(&template, &options).unwrap().into_compat_image().is_err());
 }
 
 #[test]

@@ -206,6 +206,13 @@ fn a_quota_gives_up_snapshots_but_neither_tags_nor_what_is_in_use() {
     assert_eq!(report.over_quota_bytes, Some(report.kept_bytes - 1));
     assert!(store.has(&used) && store.has(&tagged) && !store.has(&idle));
     drop(lease);
+    let other = snapshot(&store, tagged, b"made later, never used");
+    drop(store);
+    let store = Store::open(&root).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    drop(store.lease(&[used]).unwrap());
+    let kept = store.usage().unwrap().disk_bytes;
+    assert_eq!(store.collect(Some(kept - 1)).unwrap().evicted, [other]);
     assert_eq!(store.collect(Some(1 << 40)).unwrap().evicted, []);
     assert_eq!(store.collect(Some(1)).unwrap().evicted, [used]);
     assert!(store.verify(false).unwrap().is_clean());

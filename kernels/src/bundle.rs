@@ -19,9 +19,24 @@ const MAX_AGENT: u64 = 64 << 20;
 /// The largest configuration read, in bytes; a full one is 300 KiB.
 const MAX_CONFIG: u64 = 4 << 20;
 
-/// The kernel command line of a sandbox; SPECIFICATION.md says what each word is for.
-pub const SANDBOX_CMDLINE: &str =
-    "console=ttyS0 quiet loglevel=4 nokaslr clocksource=kvm-clock reboot=t panic=-1";
+/// The kernel command line of a sandbox. Each word has earned its place; what the machine is made
+/// of is not among them, as ACPI describes it.
+///
+/// | word | why |
+/// | --- | --- |
+/// | `console=ttyS0` | the console log |
+/// | `quiet loglevel=4` | errors only: each character is a VM exit |
+/// | `nokaslr` | a snapshot is one layout anyway, and memory of two bakes then has pages in common |
+/// | `clocksource=kvm-clock` | the clock that a restore corrects; a guest on the bare TSC lags by as long as it was frozen |
+/// | `tsc=reliable` | no watchdog that compares the TSC with the clock twice a second, and finds it jumped after a restore |
+/// | `reboot=t panic=-1` | a triple fault ends the machine at once, also after a panic; other ways time out first |
+/// | `cryptomgr.notests` | half of the instructions of a boot were self-tests of ciphers (1.72 → 0.85 billion, 6.1 cloud kernel) |
+///
+/// Measured, and left out because they change less than 3 %: `lsm=`, `audit=0`, `nowatchdog`,
+/// `mitigations=off`, `init_on_alloc=0`, `no_timer_check`, `i8042.*`, `8250.nr_uarts=1`,
+/// `rcupdate.rcu_expedited=1`. `random.trust_cpu=on` is the default of distribution kernels.
+pub const SANDBOX_CMDLINE: &str = "console=ttyS0 quiet loglevel=4 nokaslr clocksource=kvm-clock \
+                                   tsc=reliable reboot=t panic=-1 cryptomgr.notests";
 
 /// What goes into a bundle beside the kernel.
 #[derive(Debug, Clone)]

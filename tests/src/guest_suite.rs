@@ -272,7 +272,8 @@ fn generations(suite: &Suite) -> Result<(), Failed> {
     let shape = suite.snapshot.machine;
     let mut sandbox = suite.restore()?;
     let mut random = BTreeSet::new();
-    let boot = says(&mut sandbox, "cat /proc/sys/kernel/random/boot_id")?;
+    // Only in memory, so that a reboot cannot pass for a restore.
+    let nonce = says(&mut sandbox, "cat /proc/sys/kernel/random/uuid | tee /dev/shm/nonce")?;
     for generation in 2..=3 {
         // In memory and on disk, so that both must have travelled together.
         says(&mut sandbox, &format!("echo g{generation} > /dev/shm/note; echo g{generation} > /root/note"))?;
@@ -281,9 +282,9 @@ fn generations(suite: &Suite) -> Result<(), Failed> {
         check!(number == generation, "generation {number}, not {generation}");
         drop(sandbox);
         sandbox = Sandbox::restore(&files, shape, &Fixture::options())?;
-        let text = says(&mut sandbox, "cat /dev/shm/note /root/note /proc/sys/kernel/random/boot_id")?;
+        let text = says(&mut sandbox, "cat /dev/shm/note /root/note /dev/shm/nonce")?;
         check!(
-            text == format!("g{generation}\ng{generation}\n{boot}"),
+            text == format!("g{generation}\ng{generation}\n{nonce}"),
             "generation {generation} says {text}"
         );
         let uuid = says(&mut sandbox, "cat /proc/sys/kernel/random/uuid; sleep 0.1")?;

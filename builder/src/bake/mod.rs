@@ -101,13 +101,9 @@ pub fn bake(
     let staging = store.stage()?;
     let shape = options.machine.unwrap_or(template.manifest.machine);
     let files = template.boot_files(store)?;
-    let mut sandbox_options = options.sandbox.clone();
-    if sandbox_options.scratch.is_none() {
-        sandbox_options.scratch = Some(staging.path().to_owned());
-    }
 
     events(BakeEvent::Booting);
-    let mut sandbox = Sandbox::boot(&files, shape, &template.manifest.process, &sandbox_options)?;
+    let mut sandbox = Sandbox::boot(&files, shape, &template.manifest.process, &options.sandbox)?;
     let cold_boot = sandbox.timings().ready;
     events(BakeEvent::Ready(cold_boot));
 

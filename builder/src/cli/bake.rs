@@ -72,7 +72,6 @@ pub fn bake(
     let mut options = BakeOptions { machine: Some(shape), ..Default::default() };
     options.sandbox = guest::sandbox_options(context)?;
     options.sandbox.ready_timeout = std::time::Duration::from_secs(ready_timeout);
-    options.sandbox.scratch = None;
     let mut step = context.progress.step(format!("bake {}", template.label()));
     let baked = bake::bake(store, template, &options, |event| match event {
         BakeEvent::Booting => step.update("booting"),

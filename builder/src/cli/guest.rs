@@ -129,9 +129,12 @@ pub fn host_class() -> HostClass {
 
 /// How sandboxes of this command run.
 pub fn sandbox_options(context: &Context) -> CliResult<SandboxOptions> {
-    let _ = context;
     interrupt::watch();
-    Ok(SandboxOptions { cancelled: Some(interrupt::asked), ..Default::default() })
+    // A guest's writes go beside the store, where there is room, not into memory; but not through
+    // the lab's file server, which is slower than the lab's memory.
+    let in_lab = std::env::var_os(IN_LAB).is_some();
+    let scratch = if in_lab { None } else { Some(context.store()?.root().to_owned()) };
+    Ok(SandboxOptions { scratch, cancelled: Some(interrupt::asked), ..Default::default() })
 }
 
 /// Finds a template; not there is its own exit code.

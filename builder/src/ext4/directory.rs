@@ -55,7 +55,7 @@ struct Leaf {
 }
 
 /// The directory has more blocks than a two-level index can name.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct TooLarge;
 
 impl<'t> Layout<'t> {
@@ -73,10 +73,7 @@ impl<'t> Layout<'t> {
         if DOTS + bytes > ROOM {
             leaves = index(&mut entries, hash_seed);
         }
-        let nodes = if leaves.len() > IN_ROOT { leaves.len().div_ceil(IN_NODE) } else { 0 };
-        if nodes > IN_ROOT {
-            return Err(TooLarge);
-        }
+        let nodes = nodes_above(leaves.len())?;
         Ok(Self { own, parent, seed, entries, leaves, nodes })
     }
 
@@ -177,6 +174,18 @@ impl<'t> Layout<'t> {
     }
 }
 
+/// Number of inner nodes that an index over so many leaves needs below its root.
+fn nodes_above(leaves: usize) -> Result<usize, TooLarge> {
+    if leaves <= IN_ROOT {
+        return Ok(0);
+    }
+    let nodes = leaves.div_ceil(IN_NODE);
+    if nodes > IN_ROOT {
+        return Err(TooLarge);
+    }
+    Ok(nodes)
+}
+
 /// Sorts the entries by hash and cuts them into leaves.
 fn index(entries: &mut Vec<Entry<'_>>, hash_seed: &[u8; 16]) -> Vec<Leaf> {
     let mut hashed: Vec<(NameHash, Entry<'_>)> =
@@ -225,4 +234,19 @@ fn record(out: &mut [u8], inode: u32, length: usize, name: &[u8], file_type: u8)
     out[6] = name.len() as u8;
     out[7] = file_type;
     out[8..8 + name.len()].copy_from_slice(name);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_has_two_levels_at_most() {
+        assert_eq!(nodes_above(0), Ok(0));
+        assert_eq!(nodes_above(507), Ok(0));
+        assert_eq!(nodes_above(508), Ok(1));
+        assert_eq!(nodes_above(511), Ok(2));
+        assert_eq!(nodes_above(507 * 510), Ok(507));
+        assert_eq!(nodes_above(507 * 510 + 1), Err(TooLarge));
+    }
 }

@@ -37,7 +37,8 @@
 //! A [`DataArea`] gives out blocks in order from behind the first reserved range. Since the
 //! reserved ranges never move, a file's place depends only on what was allocated before it, and two
 //! images that begin with the same layers begin with the same blocks. All other metadata follows
-//! the data; `flex_bg` allows that. Blocks of files that a later layer hid are punched out and are
+//! the data, from the next multiple of 256 KiB on, so that equal metadata behind data of different
+//! length makes equal chunks; `flex_bg` allows all that. Blocks of files that a later layer hid are punched out and are
 //! free blocks of the image.
 //!
 //! **Growth.** Of the 64 descriptor blocks, those not needed belong to the resize inode, so that an

@@ -52,7 +52,7 @@ impl Writer<'_> {
                 self.root(number, &mut inode);
             }
             Kind::Symlink(target) => {
-                inode.mode |= 0o777;
+                inode.mode = inode::type_bits(&node.kind) | 0o777;
                 inode.size = target.len() as u64;
                 if target.len() > FAST_SYMLINK {
                     inode.blocks = u64::from(placed.blocks);

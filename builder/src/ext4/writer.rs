@@ -29,6 +29,10 @@ pub(super) const MAX_LINKS: u32 = 65_000;
 /// Largest file: logical block numbers have 32 bits, and the last is not usable.
 const MAX_FILE: u64 = (u32::MAX as u64) * BLOCK_BYTES;
 
+/// Metadata begins at a multiple of so many blocks (256 KiB). What is the same in two images, but
+/// behind data of different length, is then the same in whole chunks. The blocks left out are free.
+const METADATA_ALIGNMENT: u64 = 64;
+
 /// Blocks an inode was given behind the data: a directory's, a long symlink's.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Placed {
@@ -85,7 +89,7 @@ pub fn write(
         survey,
         options,
         sink: Sink::new(out),
-        cursor: area.clone(),
+        cursor: behind(area),
         usage: Usage::default(),
         reserved_groups: 0,
         seed: Checksum::of_uuid(&options.uuid),
@@ -107,6 +111,15 @@ pub fn write(
     let size = geometry.blocks * BLOCK_BYTES;
     out.set_len(size).map_err(out_of_space(size))?;
     writer.write_tables(&geometry, journal, resize_block, data_blocks).map_err(out_of_space(size))
+}
+
+/// The cursor for the metadata of an image with this data.
+fn behind(area: &DataArea) -> DataArea {
+    if *area == DataArea::new() {
+        area.clone()
+    } else {
+        DataArea::at(area.end().next_multiple_of(METADATA_ALIGNMENT))
+    }
 }
 
 /// Turns an error of the image file into ours; `needed` is what the image takes.

@@ -73,9 +73,9 @@ impl Attribution {
     pub fn layers(&self, tree: &Tree) -> Vec<LayerCost> {
         let mut costs: Vec<LayerCost> =
             self.inputs.iter().map(|&input| LayerCost { input, ..LayerCost::default() }).collect();
-        walk(tree, |_, node, _| {
+        walk(tree, |_, node, first| {
             let layer = self.layer(node).unwrap_or(0);
-            if let Some(cost) = costs.get_mut(usize::from(layer)) {
+            if let Some(cost) = costs.get_mut(usize::from(layer)).filter(|_| first) {
                 cost.live_bytes += bytes(tree, node);
                 cost.live_nodes += 1;
             }

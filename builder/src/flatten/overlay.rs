@@ -116,6 +116,8 @@ pub struct Overlay {
     cleared: HashSet<NodeId>,
     /// What markers of this layer removed, by directory.
     hidden: HashMap<NodeId, BTreeMap<Box<[u8]>, NodeId>>,
+    /// For directories made where a marker of this layer removed one: that one.
+    behind: HashMap<NodeId, NodeId>,
     /// The last parent found and its path, until something is replaced or removed.
     recent: Option<(Vec<u8>, Vec<NodeId>)>,
 }
@@ -137,6 +139,7 @@ impl Overlay {
             touched: HashSet::new(),
             cleared: HashSet::new(),
             hidden: HashMap::new(),
+            behind: HashMap::new(),
             recent: None,
         };
         let meta = overlay.implied();
@@ -155,6 +158,7 @@ impl Overlay {
         self.touched.clear();
         self.cleared.clear();
         self.hidden.clear();
+        self.behind.clear();
         self.recent = None;
     }
 
@@ -217,10 +221,26 @@ impl Overlay {
             return Ok(());
         }
         if let Some((parent, name)) = place {
-            let node = self.add_node(meta, Kind::Directory(BTreeMap::new()))?;
-            self.set_entry(parent, name, node)?;
+            self.add_directory(parent, name, meta)?;
         }
         Ok(())
+    }
+
+    fn add_directory(
+        &mut self,
+        parent: NodeId,
+        name: &[u8],
+        meta: Metadata,
+    ) -> Result<NodeId, OverlayError> {
+        let node = self.add_node(meta, Kind::Directory(BTreeMap::new()))?;
+        if !self.hidden.is_empty()
+            && let Some(behind) = self.hidden_entry(parent, name)
+            && self.is_directory(behind)
+        {
+            self.behind.insert(node, behind);
+        }
+        self.set_entry(parent, name, node)?;
+        Ok(node)
     }
 
     /// Makes `path` another name of what `target` is now.
@@ -366,8 +386,7 @@ impl Overlay {
                 let mut chain = place.existing;
                 for name in place.missing {
                     let meta = self.implied();
-                    let node = self.add_node(meta, Kind::Directory(BTreeMap::new()))?;
-                    self.set_entry(last(&chain), &name, node)?;
+                    let node = self.add_directory(last(&chain), &name, meta)?;
                     chain.push(node);
                 }
                 chain
@@ -480,8 +499,13 @@ impl Overlay {
         }
     }
 
+    /// What a marker of this layer removed from `directory`, or with what was there before it.
     fn hidden_entry(&self, directory: NodeId, name: &[u8]) -> Option<NodeId> {
-        self.hidden.get(&directory)?.get(name).copied()
+        let removed = |directory| self.hidden.get(&directory)?.get(name).copied();
+        removed(directory).or_else(|| {
+            let behind = *self.behind.get(&directory)?;
+            self.entry(behind, name).or_else(|| removed(behind))
+        })
     }
 
     fn is_directory(&self, node: NodeId) -> bool {

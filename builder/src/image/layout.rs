@@ -11,7 +11,7 @@ use serde::Deserialize;
 use super::archive::Archive;
 use super::error::ImageError;
 use super::manifest::{DOCUMENT_MAX, Descriptor, Document, DocumentKind};
-use super::select::{BlobPointer, Blobs, Selector, image};
+use super::select::{BlobPointer, Blobs, Place, Selector, image};
 use super::{Image, ImageOptions, ImageSource};
 
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
@@ -96,7 +96,7 @@ impl Blobs for LayoutFiles {
         self.open(&blob_name(blob)).map(|(file, _)| file)
     }
 
-    fn document(&self, blob: &BlobPointer) -> io::Result<Vec<u8>> {
+    fn document(&self, blob: &BlobPointer, _: Place) -> io::Result<Vec<u8>> {
         self.read(&blob_name(blob))
     }
 

@@ -5,6 +5,7 @@
 //! their digests; layers are opened only when [`crate::flatten`] reads them.
 
 mod archive;
+mod credentials;
 pub mod digest;
 mod directory;
 mod docker;
@@ -13,10 +14,12 @@ mod layout;
 pub mod manifest;
 pub mod platform;
 pub mod reference;
+mod registry;
 mod select;
 
 use std::io::{self, Read};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use parbake_cache::Digest;
 
@@ -48,6 +51,13 @@ pub struct RegistryOptions {
 /// What happens while an image is read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
+    /// The image is found.
+    Resolved {
+        /// SHA-256 of its manifest, if it has one.
+        manifest: Option<Digest>,
+        /// Number of its layers.
+        layers: usize,
+    },
     /// A layer's first bytes are being read.
     LayerStarted {
         /// The layer, counted from 0.
@@ -175,6 +185,28 @@ impl Image {
         }
     }
 
+    /// An image of layers that are in memory, each a tar archive, compressed or not, lowest first;
+    /// `source` is only what it says it came from.
+    #[must_use]
+    pub fn of_memory(source: &ImageSource, layers: Vec<Arc<[u8]>>) -> Self {
+        let layers = layers.into_iter().map(|bytes| Layer {
+            digest: None,
+            size: Some(bytes.len() as u64),
+            diff_id: None,
+            diff_algorithm: select::OWN_ALGORITHM,
+            declared: None,
+            created_by: None,
+            whiteouts: true,
+            open: Box::new(move || Ok(Box::new(io::Cursor::new(Arc::clone(&bytes))))),
+        });
+        Self {
+            source: source.clone(),
+            config: ImageConfig::default(),
+            manifest_digest: None,
+            layers: layers.collect(),
+        }
+    }
+
     /// Where it came from.
     #[must_use]
     pub fn source(&self) -> &ImageSource {
@@ -211,8 +243,7 @@ pub fn open(
     options: &ImageOptions,
     events: &mut dyn FnMut(Event),
 ) -> Result<Image, ImageError> {
-    let _ = &events;
-    match source {
+    let image = match source {
         ImageSource::OciLayout { path, reference } => {
             let files = layout::LayoutFiles::directory(path)?;
             layout::open(files, source, reference.as_deref(), options)
@@ -226,9 +257,8 @@ pub fn open(
         }
         ImageSource::Tar { path } => docker::open_tar(path, source),
         ImageSource::Directory { path } => directory::open(path, source),
-        ImageSource::Registry { reference } => Err(ImageError::Registry {
-            reference: reference.clone(),
-            problem: "registries are not supported by this build".to_owned(),
-        }),
-    }
+        ImageSource::Registry { reference } => registry::open(reference, source, options),
+    }?;
+    events(Event::Resolved { manifest: image.manifest_digest, layers: image.layers.len() });
+    Ok(image)
 }

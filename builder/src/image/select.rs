@@ -26,9 +26,16 @@ pub(super) trait Blobs: Send + Sync {
     /// Opens a layer's blob. `NotFound` if it is not there.
     fn open(&self, descriptor: &BlobPointer) -> std::io::Result<Box<dyn Read + Send>>;
     /// Reads a document, at most `DOCUMENT_MAX` and a byte of it. `NotFound` if it is not there.
-    fn document(&self, descriptor: &BlobPointer) -> std::io::Result<Vec<u8>>;
+    fn document(&self, descriptor: &BlobPointer, place: Place) -> std::io::Result<Vec<u8>>;
     /// Whether a blob can be opened at all, where that is cheap to know, and its size.
     fn size(&self, descriptor: &BlobPointer) -> Option<std::io::Result<u64>>;
+}
+
+/// Where a registry keeps a document; layouts make no difference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    Manifests,
+    Blobs,
 }
 
 /// A blob's digest, checked, and size.
@@ -128,7 +135,7 @@ impl<'a> Selector<'a> {
                 });
             }
             let what = format!("manifest {}", descriptor.digest);
-            let bytes = read_document(self.blobs, descriptor, &what)?;
+            let bytes = read_document(self.blobs, descriptor, &what, Place::Manifests)?;
             match Document::parse(&bytes) {
                 Ok(DocumentKind::Index(manifests)) => {
                     if let Some(found) = self.search(&manifests, depth + 1)? {
@@ -205,6 +212,7 @@ pub(super) fn read_document(
     blobs: &dyn Blobs,
     descriptor: &Descriptor,
     what: &str,
+    place: Place,
 ) -> Result<Vec<u8>, ImageError> {
     let blob = pointer(descriptor, what)?;
     if blob.size > DOCUMENT_MAX {
@@ -212,7 +220,7 @@ pub(super) fn read_document(
     }
     let bytes = match descriptor.data.as_ref().and_then(|data| base64(data.as_bytes())) {
         Some(data) => data,
-        None => blobs.document(&blob).map_err(|source| match source.kind() {
+        None => blobs.document(&blob, place).map_err(|source| match source.kind() {
             std::io::ErrorKind::NotFound => missing(what, descriptor),
             _ => ImageError::read(what, source),
         })?,
@@ -258,7 +266,7 @@ fn missing(what: &str, descriptor: &Descriptor) -> ImageError {
 
 fn read_config(blobs: &dyn Blobs, descriptor: &Descriptor) -> Result<RawConfig, ImageError> {
     let what = format!("configuration {}", descriptor.digest);
-    let bytes = read_document(blobs, descriptor, &what)?;
+    let bytes = read_document(blobs, descriptor, &what, Place::Blobs)?;
     parse_config(&bytes, what)
 }
 

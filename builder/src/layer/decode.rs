@@ -148,11 +148,12 @@ impl<R: Read> Decoder<R> {
 
     /// Fills `out` with decompressed bytes from its start; returns how many there are and whether
     /// the blob ended. Less than all of `out` is filled only at the end. `spent` gets every buffer
-    /// of compressed bytes once it is used up, in order, and gives an empty one in exchange.
+    /// of compressed bytes once it is used up, in order, and gives an empty one in exchange; it is
+    /// told the compression if that is known.
     pub fn step(
         &mut self,
         out: &mut [u8],
-        spent: &mut impl FnMut(Vec<u8>, Compression) -> Vec<u8>,
+        spent: &mut impl FnMut(Vec<u8>, Option<Compression>) -> Vec<u8>,
     ) -> Result<(usize, bool), DecodeError> {
         let mut filled = 0;
         let ended = self.fill(out, &mut filled, spent)?;
@@ -169,7 +170,7 @@ impl<R: Read> Decoder<R> {
     /// Reads what is left of the blob without decompressing it, so that its digest is known.
     pub fn drain(
         &mut self,
-        spent: &mut impl FnMut(Vec<u8>, Compression) -> Vec<u8>,
+        spent: &mut impl FnMut(Vec<u8>, Option<Compression>) -> Vec<u8>,
     ) -> Result<(), DecodeError> {
         self.at = self.input.len();
         while self.refill(spent)? {
@@ -182,7 +183,7 @@ impl<R: Read> Decoder<R> {
         &mut self,
         out: &mut [u8],
         filled: &mut usize,
-        spent: &mut impl FnMut(Vec<u8>, Compression) -> Vec<u8>,
+        spent: &mut impl FnMut(Vec<u8>, Option<Compression>) -> Vec<u8>,
     ) -> Result<bool, DecodeError> {
         while *filled < out.len() {
             if self.at == self.input.len() && !self.refill(spent)? {
@@ -287,14 +288,14 @@ impl<R: Read> Decoder<R> {
     /// Reads the next buffer; `false` at the blob's end.
     fn refill(
         &mut self,
-        spent: &mut impl FnMut(Vec<u8>, Compression) -> Vec<u8>,
+        spent: &mut impl FnMut(Vec<u8>, Option<Compression>) -> Vec<u8>,
     ) -> Result<bool, DecodeError> {
         if self.source_ended {
             return Ok(false);
         }
         let mut buffer = std::mem::take(&mut self.input);
         if !buffer.is_empty() {
-            buffer = spent(buffer, self.compression.unwrap_or(Compression::None));
+            buffer = spent(buffer, self.compression);
         }
         buffer.clear();
         buffer.reserve(INPUT_BUFFER);

@@ -118,8 +118,12 @@ impl Digests {
     }
 
     /// Whether the blob's own bytes must be hashed, `compression` being what they are.
-    fn wants_blob(blob: Option<Algorithm>, diff: Algorithm, compression: Compression) -> bool {
-        blob.is_some_and(|algorithm| compression != Compression::None || algorithm != diff)
+    fn wants_blob(
+        blob: Option<Algorithm>,
+        diff: Algorithm,
+        compression: Option<Compression>,
+    ) -> bool {
+        blob.is_some_and(|algorithm| compression != Some(Compression::None) || algorithm != diff)
     }
 
     fn blob(&mut self, bytes: &[u8]) {
@@ -135,7 +139,7 @@ impl Digests {
 
     fn finish(self, end: End) -> LayerOutcome {
         let diff_id = self.diff.finish();
-        let plain = matches!(end.compression, None | Some(Compression::None));
+        let plain = end.compression == Some(Compression::None);
         let blob_digest = self.blob.filter(|_| end.complete).map(|(algorithm, hasher)| {
             if plain && algorithm == self.diff_algorithm {
                 diff_id.clone()
@@ -159,7 +163,7 @@ impl Digests {
 fn end<R: Read>(
     decoder: &mut Decoder<R>,
     error: Option<DecodeError>,
-    spent: &mut impl FnMut(Vec<u8>, Compression) -> Vec<u8>,
+    spent: &mut impl FnMut(Vec<u8>, Option<Compression>) -> Vec<u8>,
 ) -> End {
     let complete = match &error {
         None => true,
@@ -311,7 +315,7 @@ fn decode<R: Read>(
     free: &Receiver<Chunk>,
     spent_free: &Receiver<Vec<u8>>,
     chunks: usize,
-    wants_blob: impl Fn(Compression) -> bool,
+    wants_blob: impl Fn(Option<Compression>) -> bool,
 ) {
     let mut spent = |buffer: Vec<u8>, compression| {
         if !wants_blob(compression) {

@@ -23,15 +23,15 @@ use parbake_protocol::agent::{
     STDIN_WINDOW,
 };
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 
 use crate::cgroup::SessionCgroup;
 use crate::connection::{Connection, failure, to_timespec};
 use crate::serve::{Agent, environment};
-use crate::spawn::{Program, Running, pipe, spawn};
-use crate::terminal::{self, Terminal};
+use crate::spawn::{Program, Running, spawn};
+use crate::streams::Streams;
+use crate::terminal;
 use crate::{environment as env, kernel, users};
 
 /// Output waiting for the client beyond which the program's streams are not read.
@@ -182,63 +182,6 @@ fn start(agent: &Agent, request: &ExecRequest) -> Result<Started, Failure> {
 fn retire(agent: &Agent, cgroup: Option<SessionCgroup>) {
     if let (Some(all), Some(one)) = (&agent.options.cgroup, cgroup) {
         all.retire(one);
-    }
-}
-
-/// The program's three streams and our ends of them.
-struct Streams {
-    theirs: [OwnedFd; 3],
-    input: Option<OwnedFd>,
-    output: Option<OwnedFd>,
-    errors: Option<OwnedFd>,
-}
-
-impl Streams {
-    fn open(request: &ExecRequest, user: &users::User) -> io::Result<Self> {
-        let null = || {
-            rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-                .map_err(io::Error::from)
-        };
-        if request.detach {
-            return Ok(Self {
-                theirs: [null()?, null()?, null()?],
-                input: None,
-                output: None,
-                errors: None,
-            });
-        }
-        let streams = if let Some(size) = request.tty {
-            let Terminal { master, slave } = Terminal::open(size, user)?;
-            Self {
-                theirs: [slave.try_clone()?, slave.try_clone()?, slave],
-                input: if request.stdin { Some(master.try_clone()?) } else { None },
-                output: Some(master),
-                errors: None,
-            }
-        } else {
-            let (output, their_output) = pipe()?;
-            let (errors, their_errors) = pipe()?;
-            let (their_input, input) = if request.stdin {
-                let (theirs, ours) = pipe()?;
-                (theirs, Some(ours))
-            } else {
-                (null()?, None)
-            };
-            for end in [&their_input, &their_output, &their_errors] {
-                // /proc/self/fd/1 must open for the program's user, as under a shell.
-                let _ = rustix::fs::fchown(end, Some(rustix::fs::Uid::from_raw(user.uid)), None);
-            }
-            Self {
-                theirs: [their_input, their_output, their_errors],
-                input,
-                output: Some(output),
-                errors: Some(errors),
-            }
-        };
-        for ours in [&streams.input, &streams.output, &streams.errors].into_iter().flatten() {
-            rustix::io::ioctl_fionbio(ours, true)?;
-        }
-        Ok(streams)
     }
 }
 
@@ -440,6 +383,10 @@ impl<'a> Session<'a> {
     }
 
     fn accept_input(&mut self, data: &[u8]) -> Result<(), FrameError> {
+        if self.exit.is_some() {
+            // Without credit the client hears of the end instead of sending more.
+            return Ok(());
+        }
         if self.input.is_none() || self.input_ended {
             // Nobody reads it any more; the client must not wait for that.
             self.owed_credit += data.len();
@@ -544,7 +491,6 @@ impl<'a> Session<'a> {
     /// The program has exited: only what its streams hold now is still delivered.
     fn begin_draining(&mut self) {
         self.input = None;
-        self.owed_credit += self.queue.len();
         self.queue.clear();
         if self.terminal {
             // The kernel hangs the terminal up once it has passed everything on.

@@ -94,8 +94,15 @@ fn check(fixup: &Fixup) -> Result<(), Failure> {
     Ok(())
 }
 
-fn set_clock(nanoseconds: u64) -> io::Result<()> {
+fn set_clock(told: u64) -> io::Result<()> {
     const SECOND: u64 = 1_000_000_000;
+    // The message may have waited for a processor; the port has the time of this instant. It is
+    // believed only where it says about the same, in case something else answers there.
+    const PATIENCE: u64 = 600 * SECOND;
+    let nanoseconds = match crate::doorbell::host_clock() {
+        Ok(Some(now)) if now.abs_diff(told) < PATIENCE => now,
+        _ => told,
+    };
     let time = Timespec {
         tv_sec: i64::try_from(nanoseconds / SECOND).map_err(io::Error::other)?,
         tv_nsec: i64::try_from(nanoseconds % SECOND).map_err(io::Error::other)?,
@@ -114,36 +121,38 @@ fn set_machine_id(id: &[u8; 16]) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the host keys there are and makes new ones of the same kinds.
+/// Removes the host keys there are and makes new ones of the same kinds. Making an RSA key takes
+/// long (a second or more on a slow machine), so RSA is only made again where it was the only kind.
 fn replace_ssh_keys(agent: &Agent) -> io::Result<String> {
     let Ok(entries) = fs::read_dir("/etc/ssh") else { return Ok("no /etc/ssh".to_owned()) };
-    let mut made = Vec::new();
-    for entry in entries.flatten() {
-        let name = entry.file_name();
-        let Some(kind) = name
-            .as_bytes()
-            .strip_prefix(b"ssh_host_")
-            .and_then(|n| n.strip_suffix(b"_key"))
-            .and_then(|n| std::str::from_utf8(n).ok())
-        else {
-            continue;
-        };
-        let path = entry.path();
-        fs::remove_file(&path)?;
-        let mut public = path.clone().into_os_string();
-        public.push(".pub");
-        let _ = fs::remove_file(public);
-        if !Path::new(KEYGEN).exists() {
-            made.push(format!("{kind}: removed"));
-            continue;
-        }
+    let mut kinds: Vec<String> = entries
+        .flatten()
+        .filter_map(|entry| {
+            let name = entry.file_name();
+            let kind = name.as_bytes().strip_prefix(b"ssh_host_")?.strip_suffix(b"_key")?;
+            String::from_utf8(kind.to_vec()).ok()
+        })
+        .collect();
+    for kind in &kinds {
+        fs::remove_file(format!("/etc/ssh/ssh_host_{kind}_key"))?;
+        // Of no use to anyone without the other half.
+        let _ = fs::remove_file(format!("/etc/ssh/ssh_host_{kind}_key.pub"));
+    }
+    let found = kinds.join(", ");
+    if kinds.iter().any(|k| k != "rsa") {
+        kinds.retain(|k| k != "rsa");
+    }
+    if kinds.is_empty() || !Path::new(KEYGEN).exists() {
+        return Ok(format!("removed: {found}"));
+    }
+    for kind in &kinds {
+        let path = format!("/etc/ssh/ssh_host_{kind}_key");
         let mut command = Command::new(KEYGEN);
-        command.args(["-q", "-N", "", "-t", kind, "-f"]).arg(&path).stdin(Stdio::null());
+        command.args(["-q", "-N", "", "-t", kind, "-f", &path]).stdin(Stdio::null());
         let status = agent.children.run(&mut command)?;
         if !status.success() {
             return Err(io::Error::other(format!("ssh-keygen -t {kind}: {status}")));
         }
-        made.push(format!("{kind}: new"));
     }
-    Ok(made.join(", "))
+    Ok(format!("removed: {found}; new: {}", kinds.join(", ")))
 }

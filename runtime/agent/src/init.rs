@@ -10,7 +10,7 @@
 
 use std::convert::Infallible;
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -45,7 +45,7 @@ pub fn run() -> ! {
         Ok(never) => match never {},
         Err(e) => e,
     };
-    eprintln!("parbake-agent: boot failed: {error}");
+    log(&format!("boot failed: {error}"));
     let _ = doorbell::ring(value::BOOT_FAILED);
     // The monitor ends the guest; without one, nothing is left to do here but to switch off.
     thread::sleep(Duration::from_secs(1));
@@ -126,7 +126,7 @@ fn boot() -> io::Result<Infallible> {
     });
     hand_over(&agent)?;
     if let Err(e) = doorbell::ring(value::READY) {
-        eprintln!("parbake-agent: no doorbell: {e}");
+        log(&format!("no doorbell: {e}"));
     }
     serve::serve_agent(&listener, &agent)?;
     Err(io::Error::other("the listener ended"))
@@ -141,6 +141,11 @@ fn hand_over(agent: &Arc<Agent>) -> io::Result<()> {
         .stack_size(64 << 10)
         .spawn(move || agent.children.reap_orphans())
         .map(drop)
+}
+
+/// Writes a line to the console, if there is one. (`eprintln!` would panic without.)
+fn log(message: &str) {
+    let _ = writeln!(io::stderr(), "parbake-agent: {message}");
 }
 
 /// Connects the standard streams to the console if the kernel did not.

@@ -39,6 +39,18 @@ pub fn vsock_listen(port: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Whether the other end of a connected vsock stream is the host.
+pub fn vsock_peer_is_host(socket: &OwnedFd) -> bool {
+    // SAFETY: sockaddr_vm is plain data, for which all zeros is a value.
+    let mut address: libc::sockaddr_vm = unsafe { mem::zeroed() };
+    let mut length = mem::size_of::<libc::sockaddr_vm>() as libc::socklen_t;
+    // SAFETY: the pointer and length describe `address`; the kernel writes no more than that.
+    let result = unsafe {
+        libc::getpeername(socket.as_raw_fd(), (&raw mut address).cast(), &raw mut length)
+    };
+    result == 0 && address.svm_cid == libc::VMADDR_CID_HOST
+}
+
 /// Sends a signal to a process (`pid > 0`) or a process group (`pid < -1`).
 ///
 /// # Errors
@@ -75,6 +87,13 @@ pub fn peek_exited_child() -> io::Result<i32> {
 pub fn reap(pid: i32) {
     // SAFETY: a null status pointer is allowed.
     unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WNOHANG) };
+}
+
+/// Lets all threads share one heap: a thread a connection would otherwise each get one of its own,
+/// with pages of its own to be faulted in after every restore.
+pub fn share_one_heap() {
+    // SAFETY: sets a number; called before the first thread is started.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
 }
 
 /// Bytes that can be read from a pipe or terminal right now.

@@ -35,6 +35,7 @@ pub mod network;
 pub mod quiesce;
 pub mod serve;
 pub mod spawn;
+pub mod streams;
 pub mod terminal;
 pub mod users;
 pub mod zero;

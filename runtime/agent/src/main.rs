@@ -16,6 +16,7 @@ const USAGE: &str = "usage: parbake-agent serve (--vsock PORT | --unix PATH | --
        As PID 1 it brings a sandbox up, or with the argument `lab` a lab.";
 
 fn main() -> ExitCode {
+    parbake_agent::kernel::share_one_heap();
     let mut arguments = std::env::args_os().skip(1);
     let result = match arguments.next().as_deref().map(OsStrExt::as_bytes) {
         // The kernel hands its init whatever it did not understand itself, so other words may be

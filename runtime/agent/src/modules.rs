@@ -59,6 +59,8 @@ pub fn load(path: &Path, parameters: &str) -> io::Result<()> {
     let flags = if plain { 0 } else { COMPRESSED };
     match rustix::system::finit_module(&file, &parameters, flags) {
         Ok(()) | Err(Errno::EXIST) => Ok(()),
+        // The file is open: what is missing is a symbol.
+        Err(Errno::NOENT) => Err(named(io::Error::other("a module it needs comes later or never"))),
         Err(e) => Err(named(e.into())),
     }
 }

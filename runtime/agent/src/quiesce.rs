@@ -15,6 +15,9 @@ use crate::zero;
 /// How long killed sessions may take to be gone.
 const SESSIONS_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How long the connections may take to be gone.
+const HANG_UP_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// Files that must not be cloned: every clone would start from the same seed.
 const SEEDS: [&str; 4] = [
     "/var/lib/systemd/random-seed",
@@ -69,7 +72,14 @@ pub fn run(
     if request.close_connections {
         step(&mut report.steps, "close_connections", || {
             agent.hang_up_all_but(connection);
-            Ok(String::new())
+            let deadline = Instant::now() + HANG_UP_TIMEOUT;
+            while agent.active() > 1 && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            match agent.active() {
+                0 | 1 => Ok(String::new()),
+                n => Err(io::Error::other(format!("{} connections are still open", n - 1))),
+            }
         });
     }
     Ok(report)

@@ -228,7 +228,8 @@ fn input_nobody_reads_blocks_nobody() {
     output.set_timeout(Some(Duration::from_secs(10))).expect("timeout");
     let event = output.next_event().expect("event");
     assert!(matches!(&event, ExecEvent::Exited(e) if e.signal == Some(15)), "{event:?}");
-    assert!(feeder.join().expect("feeder").is_err(), "the writer hears that nobody will read");
+    // Told of the end or, between the pipe's end and the program's, rid of its data: not stuck.
+    let _ = feeder.join().expect("feeder");
 }
 
 #[test]

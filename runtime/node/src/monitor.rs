@@ -14,6 +14,7 @@ use std::io::{self, IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 use parbake_protocol::vmm::{
     Event, MAX_LINE, Message, Reply, Request, SnapshotFiles, SnapshotReport, Status, VmmConfig,
 };
+use rustix::process::Signal;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 /// How long a monitor may take to answer an ordinary request.
@@ -46,8 +48,10 @@ pub enum MonitorError {
     #[error("the monitor sent something that is not a message: {0}")]
     Protocol(String),
     /// The monitor ended without a word.
-    #[error("the monitor ended unexpectedly{}", tail(.log))]
+    #[error("the monitor ended unexpectedly ({status}){}", tail(.log))]
     Died {
+        /// How: its exit code, or the signal that killed it.
+        status: String,
         /// The end of its stderr.
         log: String,
     },
@@ -265,8 +269,15 @@ impl Monitor {
     }
 
     fn died(&mut self) -> MonitorError {
-        let _ = self.child.wait();
-        MonitorError::Died { log: log_tail(&self.log) }
+        let status = match self.child.wait() {
+            // What the system-call filter does to a monitor that strays.
+            Ok(status) if status.signal() == Some(Signal::SYS.as_raw()) => {
+                "it was killed for a forbidden system call".to_owned()
+            }
+            Ok(status) => status.to_string(),
+            Err(error) => error.to_string(),
+        };
+        MonitorError::Died { status, log: log_tail(&self.log) }
     }
 
     /// Ends the guest and waits for the process.

@@ -86,6 +86,26 @@ fn an_agent_cannot_exceed_the_output_limit() {
 }
 
 #[test]
+fn what_a_guest_says_does_not_reach_the_terminal_raw() {
+    let message = format!("\x1b]0;owned\x07{}", "x".repeat(100_000));
+    let failed = Frame::Reply(Reply::Failed(Failure { kind: FailureKind::System, message }));
+    let error = Client::new(scripted(vec![welcome(), failed])).ping().expect_err("failed");
+    let shown = error.to_string();
+    assert!(!shown.contains('\x1b') && !shown.contains('\x07'), "{shown:?}");
+    assert!(shown.len() < 10_000);
+}
+
+#[test]
+fn a_quiesce_that_closes_waits_for_the_end_of_the_stream() {
+    let quiesced = Frame::Reply(Reply::Quiesce(QuiesceReport::default()));
+    let request = QuiesceRequest { close_connections: true, ..QuiesceRequest::default() };
+    let mut client = Client::new(scripted(vec![welcome(), quiesced.clone()]));
+    client.quiesce(request.clone()).expect("closed");
+    let mut client = Client::new(scripted(vec![welcome(), quiesced, Frame::DataEnd]));
+    assert!(matches!(client.quiesce(request), Err(ClientError::Unexpected)));
+}
+
+#[test]
 fn credit_from_nowhere_does_not_open_the_window() {
     let credits = vec![Frame::Credit(u32::MAX); 3];
     let frames = [vec![welcome(), Frame::Started(1)], credits].concat();

@@ -5,9 +5,10 @@
 //!
 //! ```text
 //! 0x0000_0500  GDT (64-bit entry only)          0x0000_6000  PVH start info, module list
-//! 0x0000_7000  memory map / boot_params         0x0000_9000  page tables (64-bit entry only)
+//! 0x0000_7000  memory map / boot_params         0x0000_9000  page tables (64-bit entry)
 //! 0x0002_0000  command line                     0x000e_0000  ACPI tables, RSDP first
-//! 0x000f_f000  VM generation id                 0x0010_0000  kernel and free memory
+//! 0x000f_e000  VM generation id                 0x000f_fff0  reset vector
+//! 0x0010_0000  kernel and free memory
 //! 0xc000_0000  end of low memory                0xd000_0000  virtio-mmio windows
 //! 0xfec0_0000  IOAPIC    0xfee0_0000  LAPIC     0x1_0000_0000  high memory
 //! ```
@@ -25,7 +26,7 @@ pub const PVH_MODULES: u64 = 0x6100;
 pub const PVH_MEMMAP: u64 = 0x7000;
 /// `boot_params` of the 64-bit protocol.
 pub const BOOT_PARAMS: u64 = 0x7000;
-/// Top-level page table of the 64-bit entry; three pages follow each other.
+/// Top-level page table of the 64-bit entry; six pages follow each other.
 pub const PAGE_TABLES: u64 = 0x9000;
 /// A stack for the 64-bit entry, growing down.
 pub const BOOT_STACK: u64 = 0x8ff0;
@@ -38,7 +39,9 @@ pub const LOW_END: u64 = 0x9_fc00;
 /// ACPI tables; the RSDP comes first, where a scan also finds it.
 pub const ACPI: u64 = 0xe_0000;
 /// The VM generation identifier: 16 bytes at the start of a page of its own.
-pub const GENERATION_ID: u64 = 0xf_f000;
+pub const GENERATION_ID: u64 = 0xf_e000;
+/// Where a BIOS would be entered to restart the machine.
+pub const RESET_VECTOR: u64 = 0xf_fff0;
 /// Start of memory a kernel may be loaded to.
 pub const HIGH_START: u64 = 0x10_0000;
 

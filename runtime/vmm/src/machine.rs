@@ -20,7 +20,9 @@ use crate::boot::{self, Entry, acpi};
 use crate::control::Events;
 use crate::device::block::Block;
 use crate::device::mmio::{MmioTransport, QUEUE_NOTIFY, SavedTransport};
+use crate::device::net::Net;
 use crate::device::rng::Rng;
+use crate::device::vsock::Vsock;
 use crate::device::{DeviceError, VirtioDevice};
 use crate::error::{Failure, HostContext, KvmContext};
 use crate::layout;
@@ -273,11 +275,13 @@ fn open_devices(config: &VmmConfig) -> Result<Vec<Box<dyn VirtioDevice>>, Failur
         block.set_id(&format!("parbake-{index}"));
         devices.push(Box::new(block));
     }
-    if config.vsock.is_some() {
-        return Err(Failure::Device("this monitor has no socket device".into()));
+    if let Some(vsock) = &config.vsock {
+        let vsock = Vsock::open(vsock).map_err(|e| Failure::Device(e.to_string()))?;
+        devices.push(Box::new(vsock));
     }
-    if config.net.is_some() {
-        return Err(Failure::Device("this monitor has no network device".into()));
+    if let Some(net) = &config.net {
+        let net = Net::open(net).map_err(|e| Failure::Device(e.to_string()))?;
+        devices.push(Box::new(net));
     }
     if config.rng {
         devices.push(Box::new(Rng::new()));

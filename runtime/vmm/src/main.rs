@@ -8,14 +8,19 @@ use std::sync::Arc;
 use parbake_protocol::vmm::{Event, VmmConfig};
 use parbake_vmm::control::{Events, Requests};
 use parbake_vmm::error::Failure;
+use parbake_vmm::jail::{self, Filters};
 use parbake_vmm::machine::{self, Stages};
 use parbake_vmm::run::{self, Poll, Running};
-use parbake_vmm::vcpu::{Enter, Vcpus};
+use parbake_vmm::vcpu::{Enter, First, Vcpus};
 
 const USAGE: &str = "usage: parbake-vmm --control-fd N | --version";
 
 fn main() {
     let stages = Stages::start();
+    // One heap for all threads: the C library opens a file of /proc when a thread's own heap
+    // shrinks, and behind the jail no thread may open anything.
+    // SAFETY: no other thread runs yet, and the call only sets a number.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     let mut arguments = std::env::args().skip(1);
     let code = match (arguments.next().as_deref(), arguments.next(), arguments.next()) {
         (Some("--version"), None, None) => {
@@ -36,16 +41,14 @@ fn main() {
             2
         }
     };
-    // No destructors: taking the machine apart takes longer than building it, and the kernel does
-    // it without us.
-    // SAFETY: `_exit` only ends the process.
-    unsafe { libc::_exit(code) }
+    exit(code)
 }
 
 /// Takes over the inherited descriptor, if it is a socket.
 fn adopt(number: RawFd) -> Option<UnixStream> {
-    const STANDARD: RawFd = 2;
-    if number <= STANDARD {
+    // Standard input may be it: that is the one descriptor every way of starting a process can
+    // hand over. Standard output and error may not.
+    if !(number == 0 || number > 2) {
         return None;
     }
     // SAFETY: a number that names no descriptor makes `fstat` fail; nothing is done with it then.
@@ -60,7 +63,8 @@ fn control(socket: UnixStream, stages: Stages) -> i32 {
     let Ok(sender) = socket.try_clone() else { return 1 };
     let events = Arc::new(Events::new(sender));
     match start(socket, &events, stages) {
-        Ok((running, poll)) => run::serve(running, &poll),
+        // The guest's first processor runs right here.
+        Ok(first) => first.run(),
         Err(failure) => {
             events.send(&Event::Failed {
                 kind: failure.kind().to_owned(),
@@ -71,21 +75,25 @@ fn control(socket: UnixStream, stages: Stages) -> i32 {
     }
 }
 
-fn start(
-    socket: UnixStream,
-    events: &Arc<Events>,
-    mut stages: Stages,
-) -> Result<(Running, Poll), Failure> {
+fn start(socket: UnixStream, events: &Arc<Events>, mut stages: Stages) -> Result<First, Failure> {
     let mut requests = Requests::new(socket);
     let line = requests.wait_line().map_err(|e| Failure::Config(e.to_string()))?;
     let config: VmmConfig =
         serde_json::from_slice(&line).map_err(|e| Failure::Config(e.to_string()))?;
     stages.mark("config");
+    jail::check(&config)?;
     let machine = machine::open(&config, events, &mut stages)?;
     let poll = Poll::new(&requests, &machine.shared, &machine.devices)?;
-    let jail: Vec<String> = Vec::new();
-    let enter: Enter = Arc::new(|| Ok(()));
-    let vcpus = Vcpus::spawn(machine.vcpu_fds, &machine.shared, &enter)?;
+    let filters = config.jail.seccomp.then(Filters::compile).transpose()?.map(Arc::new);
+    let mut jail = jail::enter(&config)?;
+    if filters.is_some() {
+        jail.push("seccomp".into());
+    }
+    stages.mark("jail");
+    let vcpu_filters = filters.clone();
+    let enter: Enter =
+        Arc::new(move || vcpu_filters.as_ref().map_or(Ok(()), |filters| filters.enter_vcpu()));
+    let (vcpus, first) = Vcpus::spawn(machine.vcpu_fds, &machine.shared, &enter)?;
     stages.mark("threads");
     events.send(&Event::Started { stages: stages.list, jail: jail.clone() });
     let running = Running {
@@ -98,5 +106,24 @@ fn start(
         paused: machine.paused,
         jail,
     };
-    Ok((running, poll))
+    if !machine.paused {
+        running.vcpus.resume();
+    }
+    std::thread::Builder::new()
+        .name("events".into())
+        .spawn(move || {
+            exit(match filters.as_ref().map_or(Ok(()), |filters| filters.enter_events()) {
+                Ok(()) => run::serve(running, &poll),
+                Err(failure) => running.fail(&failure),
+            })
+        })
+        .map_err(|source| Failure::Host { what: "starting the event loop", source })?;
+    Ok(first)
+}
+
+/// Ends the process without destructors: taking the machine apart takes longer than building it,
+/// and the kernel does it without us.
+fn exit(code: i32) -> ! {
+    // SAFETY: `_exit` only ends the process.
+    unsafe { libc::_exit(code) }
 }

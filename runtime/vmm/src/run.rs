@@ -17,6 +17,7 @@ use parbake_protocol::vmm::{Event, Reply, Request, SnapshotReport, Status, StopR
 use rustix::event::epoll;
 
 use crate::control::{ControlError, Events, Requests};
+use crate::device::mmio::MmioTransport;
 use crate::error::{Failure, HostContext};
 use crate::machine::{Devices, Frozen, host_fds, state_version};
 use crate::memory;
@@ -99,8 +100,6 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
         if let Err(failure) = running.quiesce() {
             return running.fail(&failure);
         }
-    } else {
-        running.vcpus.resume();
     }
     let mut ready = Vec::with_capacity(32);
     loop {
@@ -129,15 +128,32 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
                         return 0;
                     }
                 }
-                Source::Queue { device, queue } => running.devices.lock(device).queue_event(queue),
-                Source::Host { device } => running.devices.lock(device).host_event(),
+                Source::Queue { device, queue } => {
+                    let mut transport = running.devices.lock(device);
+                    transport.queue_event(queue);
+                    report_failure(&mut transport);
+                }
+                Source::Host { device } => {
+                    let mut transport = running.devices.lock(device);
+                    transport.host_event();
+                    report_failure(&mut transport);
+                }
             }
         }
     }
 }
 
+/// Says on standard error why a device stopped until its driver resets it. It happens once for each
+/// reset, so a guest cannot fill a log with it quickly.
+fn report_failure(device: &mut MmioTransport) {
+    if let Some(failure) = device.take_failure() {
+        eprintln!("parbake-vmm: {}: {failure}", device.kind());
+    }
+}
+
 impl Running {
-    fn fail(&self, failure: &Failure) -> i32 {
+    /// Reports why the machine cannot go on; the result is the exit code.
+    pub fn fail(&self, failure: &Failure) -> i32 {
         self.events
             .send(&Event::Failed { kind: failure.kind().to_owned(), message: failure.to_string() });
         1

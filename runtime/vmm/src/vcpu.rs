@@ -100,10 +100,10 @@ impl Shared {
     }
 }
 
-/// A vCPU and its thread.
+/// A vCPU and the thread it runs on.
 struct Vcpu {
     fd: Arc<Mutex<VcpuFd>>,
-    thread: std::thread::JoinHandle<()>,
+    thread: libc::pthread_t,
 }
 
 /// All vCPUs of a machine.
@@ -112,29 +112,49 @@ pub struct Vcpus {
     shared: Arc<Shared>,
 }
 
-/// Runs in each vCPU's thread before anything else; an error keeps the machine from starting.
+/// Runs in each vCPU's thread before anything else; an error ends the guest before it ran.
 pub type Enter = Arc<dyn Fn() -> Result<(), Failure> + Send + Sync>;
 
+/// The first vCPU, for the calling thread to run. Having a thread of its own for it would put a
+/// thread's start or wake-up between a restore and the guest's first instruction.
+pub struct First {
+    fd: Arc<Mutex<VcpuFd>>,
+    shared: Arc<Shared>,
+    enter: Enter,
+}
+
+impl First {
+    /// Runs the vCPU; returns only by the end of the process.
+    pub fn run(self) -> ! {
+        enter_loop(&self.fd, &self.shared, &self.enter)
+    }
+}
+
 impl Vcpus {
-    /// Starts a parked thread for each vCPU. `enter` runs first in each (the thread's own jail).
-    pub fn spawn(fds: Vec<VcpuFd>, shared: &Arc<Shared>, enter: &Enter) -> Result<Self, Failure> {
+    /// Takes the vCPUs, held until [`Self::resume`]: all but the first get a thread. `enter` runs
+    /// first in each (the thread's own jail).
+    pub fn spawn(
+        fds: Vec<VcpuFd>,
+        shared: &Arc<Shared>,
+        enter: &Enter,
+    ) -> Result<(Self, First), Failure> {
         block_kick()?;
         let mut all = Vec::new();
+        let mut first = None;
         for (index, fd) in fds.into_iter().enumerate() {
             accept_kick_in_kvm_run(&fd)?;
             let fd = Arc::new(Mutex::new(fd));
             let (mine, shared, enter) = (Arc::clone(&fd), Arc::clone(shared), Arc::clone(enter));
-            let thread = std::thread::Builder::new()
-                .name(format!("vcpu{index}"))
-                .stack_size(128 << 10)
-                .spawn(move || match enter() {
-                    Ok(()) => main_loop(&mine, &shared),
-                    Err(failure) => shared.stop(StopReason::Crash, failure.to_string()),
-                })
-                .host("starting a vCPU thread")?;
+            let thread = if index == 0 {
+                first = Some(First { fd: mine, shared, enter });
+                this_thread()
+            } else {
+                spawn_thread(index, move || enter_loop(&mine, &shared, &enter))?
+            };
             all.push(Vcpu { fd, thread });
         }
-        Ok(Self { all, shared: Arc::clone(shared) })
+        let first = first.ok_or_else(|| Failure::Config("a machine without vCPUs".into()))?;
+        Ok((Self { all, shared: Arc::clone(shared) }, first))
     }
 
     /// Lets the vCPUs run. Does nothing when they do, or once the guest has ended.
@@ -154,7 +174,7 @@ impl Vcpus {
         let mut state = lock(&self.shared.gate.state);
         state.held = true;
         for vcpu in &self.all {
-            kick(&vcpu.thread);
+            kick(vcpu.thread);
         }
         while state.parked < self.all.len() {
             state = self.shared.gate.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -172,7 +192,34 @@ impl Vcpus {
     }
 }
 
-fn main_loop(fd: &Mutex<VcpuFd>, shared: &Shared) {
+fn spawn_thread(
+    index: usize,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<libc::pthread_t, Failure> {
+    use std::os::unix::thread::JoinHandleExt;
+    std::thread::Builder::new()
+        .name(format!("vcpu{index}"))
+        .stack_size(128 << 10)
+        .spawn(body)
+        // Never joined: the threads end with the process.
+        .map(JoinHandleExt::into_pthread_t)
+        .host("starting a vCPU thread")
+}
+
+fn enter_loop(fd: &Mutex<VcpuFd>, shared: &Shared, enter: &Enter) -> ! {
+    match enter() {
+        Ok(()) => run_loop(fd, shared),
+        Err(failure) => {
+            shared.stop(StopReason::Crash, failure.to_string());
+            // Never to be kicked again, but its id stays alive.
+            loop {
+                std::thread::park();
+            }
+        }
+    }
+}
+
+fn run_loop(fd: &Mutex<VcpuFd>, shared: &Shared) -> ! {
     loop {
         let mut state = lock(&shared.gate.state);
         state.parked += 1;
@@ -326,10 +373,14 @@ fn accept_kick_in_kvm_run(fd: &VcpuFd) -> Result<(), Failure> {
     }
 }
 
-fn kick(thread: &std::thread::JoinHandle<()>) {
-    use std::os::unix::thread::JoinHandleExt;
-    // SAFETY: the handle is not joined or detached while `Vcpus` exists, so the id is alive.
-    unsafe { libc::pthread_kill(thread.as_pthread_t(), kick_signal()) };
+fn this_thread() -> libc::pthread_t {
+    // SAFETY: no preconditions.
+    unsafe { libc::pthread_self() }
+}
+
+fn kick(thread: libc::pthread_t) {
+    // SAFETY: vCPU threads never return while the process lives, so the id is alive.
+    unsafe { libc::pthread_kill(thread, kick_signal()) };
 }
 
 /// Takes a delivered or left-over kick off the pending set.

@@ -191,7 +191,7 @@ impl<R: BufRead> TarReader<R> {
         if self.ended {
             return Ok(None);
         }
-        self.skip(self.remaining + self.padding)?;
+        self.skip(self.remaining.saturating_add(self.padding), "an entry's data")?;
         (self.remaining, self.padding) = (0, 0);
         self.segments.clear();
         let mut pax = self.global.clone();
@@ -254,7 +254,9 @@ impl<R: BufRead> TarReader<R> {
                 b'V' => {
                     self.name = header.name();
                     let size = size.ok_or(TarError::Field { field: "size", hint: "" })?;
-                    self.skip(size.next_multiple_of(BLOCK as u64))?;
+                    let padded = size.checked_next_multiple_of(BLOCK as u64);
+                    let padded = padded.ok_or(TarError::Field { field: "size", hint: "" })?;
+                    self.skip(padded, "a volume label")?;
                 }
                 _ => return self.entry(header, pax, long_name, long_link).map(Some),
             }
@@ -336,7 +338,7 @@ impl<R: BufRead> TarReader<R> {
         };
         let mut size = stored;
         self.remaining = stored;
-        self.padding = stored.next_multiple_of(BLOCK as u64) - stored;
+        self.padding = stored.wrapping_neg() % BLOCK as u64;
         self.segments = vec![Segment { offset: 0, length: stored }];
         if kind == EntryKind::File {
             if letter == b'S' {
@@ -465,15 +467,15 @@ impl<R: BufRead> TarReader<R> {
             self.input.consume(take);
             self.at += take as u64;
         }
-        self.skip(size.next_multiple_of(BLOCK as u64) - size)?;
+        self.skip(size.next_multiple_of(BLOCK as u64) - size, what)?;
         Ok(data)
     }
 
-    fn skip(&mut self, mut bytes: u64) -> Result<(), TarError> {
+    fn skip(&mut self, mut bytes: u64, what: &'static str) -> Result<(), TarError> {
         while bytes > 0 {
             let piece = fill(&mut self.input)?;
             if piece.is_empty() {
-                return Err(TarError::Truncated { what: "an entry's data" });
+                return Err(TarError::Truncated { what });
             }
             let length = piece.len().min(usize::try_from(bytes).unwrap_or(usize::MAX));
             self.input.consume(length);

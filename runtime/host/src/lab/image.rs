@@ -13,10 +13,17 @@ use super::{Event, LabConfig, LabError};
 /// Images kept beside the newest: rebuilding the agent leaves one behind each time.
 const KEPT: usize = 2;
 
+/// The lab's kernel command line.
+///
 /// `mitigations=off`: nothing in the lab is protected from anything else in it, and emulated
-/// barriers are slow. `nokaslr`: no relocation. What follows `--` goes to init.
-pub(super) const CMDLINE: &str =
-    "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off nokaslr -- lab";
+/// barriers are slow. `nokaslr`: no relocation. `cryptomgr.notests`: half of a boot. What follows
+/// `--` goes to init.
+///
+/// `init_on_alloc=1` is the distribution's default and must stay: the file servers write file
+/// contents into the machine's memory behind the emulator's back, which would go on executing
+/// translations of what lay there before. Zeroing a page as it is allocated makes it forget them.
+pub(super) const CMDLINE: &str = "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off nokaslr \
+                                  cryptomgr.notests init_on_alloc=1 -- lab";
 
 const SPEC: BundleSpec<'static> = BundleSpec { drivers: modules::LAB, cmdline: CMDLINE };
 

@@ -499,20 +499,22 @@ impl Lab {
             return Ok(false);
         }
         let state = StateDir::open(state_dir)?;
-        let _lock = state.lock()?;
+        let lock = state.lock()?;
         let processes = process::find(state.path()).map_err(LabError::End)?;
         if let Ok(Some(lab)) = Self::attach(&state, Duration::ZERO)
             && let Ok(mut client) = lab.connect()
         {
             // The store's dirty pages are written before it goes.
             client.set_timeout(Some(POWER_OFF_TIMEOUT));
-            if client.shutdown().is_ok() {
+            let accepted = client.shutdown().is_ok();
+            // It waits for its last client to hang up.
+            drop(client);
+            if accepted {
                 process::wait_for_end(&processes, POWER_OFF_TIMEOUT);
             }
         }
         process::end_all(state.path()).map_err(LabError::End)?;
-        state.clear();
-        state.remove_logs();
+        state.remove(lock);
         Ok(!processes.is_empty())
     }
 }

@@ -92,15 +92,25 @@ impl StateDir {
 
     /// Waits until no other process starts or ends this lab.
     pub fn lock(&self) -> Result<Lock, LabError> {
-        let mut options = File::options();
-        let file = options.create(true).truncate(false).write(true).mode(0o600);
-        let file = file.open(self.file("lock")).map_err(self.error("lock"))?;
         let deadline = Instant::now() + LOCK_TIMEOUT;
         loop {
-            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => return Ok(Lock { _file: file }),
-                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(self.error("lock")(error.into())),
+            // Whoever ends a lab removes the directory: each try opens what is there now.
+            Self::open(&self.path)?;
+            let mut options = File::options();
+            let file = options.create(true).truncate(false).write(true).mode(0o600);
+            let path = self.file("lock");
+            match file.open(&path).and_then(|file| {
+                flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+                let (held, named) = (file.metadata()?.ino(), fs::metadata(&path)?.ino());
+                if held == named { Ok(file) } else { Err(io::ErrorKind::NotFound.into()) }
+            }) {
+                Ok(file) => return Ok(Lock { _file: file }),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock
+                    | io::ErrorKind::Interrupted
+                    | io::ErrorKind::NotFound => {}
+                    _ => return Err(self.error("lock")(error)),
+                },
             }
             if Instant::now() > deadline {
                 return Err(LabError::Busy { path: self.file("lock") });
@@ -144,12 +154,14 @@ impl StateDir {
         }
     }
 
-    /// Removes the directory's contents and the directory, if nothing else is in it. The lock's
-    /// file stays while others may wait for it; so does the directory then.
-    pub fn remove_logs(&self) {
-        for name in ["serial.log", "qemu.log", "root.log", "store.log"] {
+    /// Removes the directory, while the lock is held.
+    pub fn remove(&self, _lock: Lock) {
+        self.clear();
+        for name in ["serial.log", "qemu.log", "root.log", "store.log", "lock"] {
             let _ = fs::remove_file(self.file(name));
         }
+        // Somebody may be making a new lab here by now; then it stays.
+        let _ = fs::remove_dir(&self.path);
     }
 }
 

@@ -1,19 +1,25 @@
-//! The host's side.
+//! The host's side: one connection, its requests and its transfers.
 
 use std::io::{self, Read, Write};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::message::*;
+use super::session::ExecSession;
 use super::stream::Stream;
 use super::wire::{Frame, FrameError, FrameReader, HelloVerdict};
-use super::{AGENT_PROTOCOL, DATA_CHUNK, STDIN_WINDOW};
+use super::{AGENT_PROTOCOL, DATA_CHUNK};
 
 /// How long a plain request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a quiesce may take: overwriting gigabytes under emulation is slow.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// How long a fixup may take that makes SSH host keys.
+const KEYS_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long the agent may take to hang up after a quiesce.
+const HANG_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why a client got no answer.
 #[derive(Debug, thiserror::Error)]
@@ -77,7 +83,7 @@ impl ClientError {
 /// A connection to a guest agent, for any number of plain requests and one streaming operation.
 #[derive(Debug)]
 pub struct Client<S: Stream> {
-    stream: S,
+    pub(super) stream: S,
     reader: FrameReader,
     greeting: Greeting,
     token: Vec<u8>,
@@ -140,19 +146,25 @@ impl<S: Stream> Client<S> {
         self.done(Request::Configure(config))
     }
 
-    /// Makes the guest ready to be frozen. The caller checks [`QuiesceReport::complete`].
+    /// Makes the guest ready to be frozen. The caller checks [`QuiesceReport::complete`]. With
+    /// `close_connections` this returns once the agent has hung up, and the client is of no more
+    /// use: drop it before the freeze.
     ///
     /// # Errors
     /// See [`ClientError`].
     pub fn quiesce(&mut self, request: QuiesceRequest) -> Result<QuiesceReport, ClientError> {
-        let usual = self.timeout;
-        self.timeout = Some(QUIESCE_TIMEOUT.max(usual.unwrap_or_default()));
-        let reply = self.call(Request::Quiesce(request));
-        self.timeout = usual;
-        match reply? {
-            Reply::Quiesce(report) => Ok(report),
-            _ => Err(ClientError::Unexpected),
+        let close = request.close_connections;
+        let reply = self.call_for(QUIESCE_TIMEOUT, Request::Quiesce(request))?;
+        let Reply::Quiesce(report) = reply else { return Err(ClientError::Unexpected) };
+        if close {
+            self.stream.set_read_timeout(Some(HANG_UP_TIMEOUT))?;
+            match self.receive_raw() {
+                Err(ClientError::Closed) => {}
+                Err(e) => return Err(e),
+                Ok(_) => return Err(ClientError::Unexpected),
+            }
         }
+        Ok(report)
     }
 
     /// Makes a restored guest its own machine. The caller checks [`FixupReport::complete`] and
@@ -161,7 +173,8 @@ impl<S: Stream> Client<S> {
     /// # Errors
     /// See [`ClientError`].
     pub fn fixup(&mut self, fixup: Fixup) -> Result<FixupReport, ClientError> {
-        match self.call(Request::Fixup(Box::new(fixup)))? {
+        let least = if fixup.ssh_host_keys { KEYS_TIMEOUT } else { Duration::ZERO };
+        match self.call_for(least, Request::Fixup(Box::new(fixup)))? {
             Reply::Fixup(report) => Ok(report),
             _ => Err(ClientError::Unexpected),
         }
@@ -185,19 +198,10 @@ impl<S: Stream> Client<S> {
     pub fn exec(mut self, request: ExecRequest) -> Result<ExecSession<S>, ClientError> {
         let limit = request.output_limit;
         self.send(&Frame::Request(Request::Exec(request)))?;
-        let writer = self.stream.try_clone()?;
         // A program may be silent, and not read, for as long as it likes.
         self.stream.set_write_timeout(None)?;
         self.stream.set_read_timeout(None)?;
-        let shared = Arc::new(Shared {
-            writer: Mutex::new(writer),
-            credit: Mutex::new(Credit { bytes: STDIN_WINDOW, closed: false }),
-            changed: Condvar::new(),
-        });
-        Ok(ExecSession {
-            input: ExecInput { shared: Arc::clone(&shared) },
-            output: ExecOutput { client: self, shared, left: limit, finished: false },
-        })
+        ExecSession::new(self, limit)
     }
 
     /// Stores a file in the guest and returns its size.
@@ -288,6 +292,15 @@ impl<S: Stream> Client<S> {
         self.reply()
     }
 
+    /// As [`Client::call`], waiting at least this long.
+    fn call_for(&mut self, least: Duration, request: Request) -> Result<Reply, ClientError> {
+        let usual = self.timeout;
+        self.timeout = usual.map(|t| t.max(least));
+        let reply = self.call(request);
+        self.timeout = usual;
+        reply
+    }
+
     fn reply(&mut self) -> Result<Reply, ClientError> {
         match self.receive()? {
             Frame::Reply(Reply::Failed(failure)) => Err(ClientError::Failed(failure)),
@@ -312,7 +325,7 @@ impl<S: Stream> Client<S> {
         Ok(())
     }
 
-    fn receive(&mut self) -> Result<Frame, ClientError> {
+    pub(super) fn receive(&mut self) -> Result<Frame, ClientError> {
         if self.greeting == Greeting::Unanswered {
             match self.receive_raw()? {
                 Frame::Welcome { verdict: HelloVerdict::Token, .. } => {
@@ -339,266 +352,5 @@ impl<S: Stream> Client<S> {
             }
             Err(e) => Err(ClientError::from(e).timeouts()),
         }
-    }
-}
-
-#[derive(Debug)]
-struct Shared<S> {
-    writer: Mutex<S>,
-    credit: Mutex<Credit>,
-    changed: Condvar,
-}
-
-#[derive(Debug)]
-struct Credit {
-    bytes: usize,
-    closed: bool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing panics while holding these, and their contents are valid at every step.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A running program: its input half and its output half, for two threads or one.
-#[derive(Debug)]
-pub struct ExecSession<S: Stream> {
-    /// Towards the program.
-    pub input: ExecInput<S>,
-    /// From the program.
-    pub output: ExecOutput<S>,
-}
-
-/// Everything a program wrote, and how it ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Output {
-    /// Standard output.
-    pub stdout: Vec<u8>,
-    /// Standard error.
-    pub stderr: Vec<u8>,
-    /// How it ended.
-    pub exit: Exit,
-}
-
-impl<S: Stream> ExecSession<S> {
-    /// Waits for the next event; see [`ExecOutput::next_event`].
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub fn next_event(&mut self) -> Result<ExecEvent, ClientError> {
-        self.output.next_event()
-    }
-
-    /// The two halves.
-    pub fn split(self) -> (ExecInput<S>, ExecOutput<S>) {
-        (self.input, self.output)
-    }
-
-    /// Closes standard input and collects at most `limit` bytes of output.
-    ///
-    /// # Errors
-    /// See [`ClientError`]; `Failed` if the program could not be started, `TooLarge` beyond the
-    /// limit.
-    pub fn wait_with_output(mut self, limit: u64) -> Result<Output, ClientError> {
-        self.input.close_stdin()?;
-        let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
-        loop {
-            match self.next_event()? {
-                ExecEvent::Started { .. } => {}
-                ExecEvent::Stdout(data) => stdout.extend_from_slice(&data),
-                ExecEvent::Stderr(data) => stderr.extend_from_slice(&data),
-                ExecEvent::Exited(exit) => return Ok(Output { stdout, stderr, exit }),
-                ExecEvent::Failed(failure) => return Err(ClientError::Failed(failure)),
-            }
-            if stdout.len() as u64 + stderr.len() as u64 > limit {
-                return Err(ClientError::TooLarge { limit });
-            }
-        }
-    }
-}
-
-/// Towards a running program. Clones may be used from several threads.
-#[derive(Debug)]
-pub struct ExecInput<S: Stream> {
-    shared: Arc<Shared<S>>,
-}
-
-impl<S: Stream> Clone for ExecInput<S> {
-    fn clone(&self) -> Self {
-        Self { shared: Arc::clone(&self.shared) }
-    }
-}
-
-impl<S: Stream> ExecInput<S> {
-    /// Sends standard input. Waits while the program does not read and the window is full; the
-    /// window opens as another thread calls [`ExecOutput::next_event`].
-    ///
-    /// # Errors
-    /// `BrokenPipe` once the program has ended; the stream's.
-    pub fn write_stdin(&self, mut data: &[u8]) -> io::Result<()> {
-        while !data.is_empty() {
-            let n = self.take_credit(data.len().min(DATA_CHUNK))?;
-            let (now, later) = data.split_at(n);
-            self.send(&Frame::Stdin(now.to_vec()))?;
-            data = later;
-        }
-        Ok(())
-    }
-
-    /// Ends standard input. With a terminal this sends its end-of-file character. Like every
-    /// control message, it is nothing to a program that has ended.
-    ///
-    /// # Errors
-    /// The stream's.
-    pub fn close_stdin(&self) -> io::Result<()> {
-        self.control(&Frame::StdinEnd)
-    }
-
-    /// Gives the terminal a new size.
-    ///
-    /// # Errors
-    /// The stream's.
-    pub fn resize(&self, size: WindowSize) -> io::Result<()> {
-        self.control(&Frame::Resize(size))
-    }
-
-    /// Sends a signal to the program's process group.
-    ///
-    /// # Errors
-    /// The stream's.
-    pub fn signal(&self, number: i32) -> io::Result<()> {
-        self.control(&Frame::Signal(number))
-    }
-
-    /// Hangs up: the agent kills the program and everything it started.
-    ///
-    /// # Errors
-    /// The stream's.
-    pub fn hang_up(&self) -> io::Result<()> {
-        lock(&self.shared.writer).shutdown_both()
-    }
-
-    fn take_credit(&self, wanted: usize) -> io::Result<usize> {
-        let mut credit = lock(&self.shared.credit);
-        loop {
-            if credit.closed {
-                return Err(io::Error::new(
-                    io::ErrorKind::BrokenPipe,
-                    "the program has ended or closed its input",
-                ));
-            }
-            if credit.bytes > 0 {
-                let n = wanted.min(credit.bytes);
-                credit.bytes -= n;
-                return Ok(n);
-            }
-            credit = self.shared.changed.wait(credit).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn control(&self, frame: &Frame) -> io::Result<()> {
-        use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected};
-        match self.send(frame) {
-            // How it ended is for the output half to tell.
-            Err(e) if matches!(e.kind(), BrokenPipe | ConnectionReset | NotConnected) => Ok(()),
-            other => other,
-        }
-    }
-
-    fn send(&self, frame: &Frame) -> io::Result<()> {
-        let mut bytes = Vec::new();
-        frame.encode(&mut bytes).map_err(io::Error::other)?;
-        let mut writer = lock(&self.shared.writer);
-        if lock(&self.shared.credit).closed {
-            return Ok(());
-        }
-        writer.write_all(&bytes)?;
-        writer.flush()
-    }
-}
-
-/// From a running program. Dropping it hangs up.
-#[derive(Debug)]
-pub struct ExecOutput<S: Stream> {
-    client: Client<S>,
-    shared: Arc<Shared<S>>,
-    /// Output bytes the agent may still send, if the request set a limit.
-    left: Option<u64>,
-    finished: bool,
-}
-
-impl<S: Stream> ExecOutput<S> {
-    /// How long [`ExecOutput::next_event`] may wait; `None` (the default): for ever.
-    ///
-    /// # Errors
-    /// The stream's, or a timeout of zero.
-    pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.client.stream.set_read_timeout(timeout)
-    }
-
-    /// Waits for the next event. `Exited` and `Failed` are the last.
-    ///
-    /// # Errors
-    /// `TimedOut` leaves the session as it was; any other error ends it.
-    pub fn next_event(&mut self) -> Result<ExecEvent, ClientError> {
-        let result = self.advance();
-        match &result {
-            Ok(ExecEvent::Exited(_) | ExecEvent::Failed(_)) => self.finish(),
-            Ok(_) | Err(ClientError::TimedOut) => {}
-            Err(_) => self.finish(),
-        }
-        result
-    }
-
-    fn advance(&mut self) -> Result<ExecEvent, ClientError> {
-        if self.finished {
-            return Err(ClientError::Closed);
-        }
-        loop {
-            let event = match self.client.receive()? {
-                Frame::Started(pid) => ExecEvent::Started { pid },
-                Frame::Stdout(data) => {
-                    self.count(data.len())?;
-                    ExecEvent::Stdout(data)
-                }
-                Frame::Stderr(data) => {
-                    self.count(data.len())?;
-                    ExecEvent::Stderr(data)
-                }
-                Frame::Credit(n) => {
-                    let mut credit = lock(&self.shared.credit);
-                    // The agent's word never opens the window further than it began.
-                    credit.bytes = credit.bytes.saturating_add(n as usize).min(STDIN_WINDOW);
-                    self.shared.changed.notify_all();
-                    continue;
-                }
-                Frame::Exited(exit) => ExecEvent::Exited(exit),
-                Frame::Failed(failure) => ExecEvent::Failed(failure),
-                Frame::Reply(Reply::Failed(failure)) => return Err(ClientError::Failed(failure)),
-                _ => return Err(ClientError::Unexpected),
-            };
-            return Ok(event);
-        }
-    }
-
-    fn count(&mut self, bytes: usize) -> Result<(), ClientError> {
-        if let Some(left) = &mut self.left {
-            *left = left.checked_sub(bytes as u64).ok_or(ClientError::Unexpected)?;
-        }
-        Ok(())
-    }
-
-    fn finish(&mut self) {
-        self.finished = true;
-        lock(&self.shared.credit).closed = true;
-        self.shared.changed.notify_all();
-        // Unblocks a writer; the peer may be gone already.
-        let _ = self.client.stream.shutdown_both();
-    }
-}
-
-impl<S: Stream> Drop for ExecOutput<S> {
-    fn drop(&mut self) {
-        self.finish();
     }
 }

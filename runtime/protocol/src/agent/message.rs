@@ -84,9 +84,18 @@ pub enum FailureKind {
     System,
 }
 
+/// The longest message shown, in characters.
+const MAX_SHOWN: usize = 4096;
+
+/// The message comes from the guest: control characters, which a terminal might obey, are not
+/// passed on, nor is more than a screenful.
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
+        self.message
+            .chars()
+            .take(MAX_SHOWN)
+            .map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c })
+            .try_for_each(|c| fmt::Write::write_char(f, c))
     }
 }
 

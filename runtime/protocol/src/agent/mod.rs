@@ -29,11 +29,13 @@
 
 mod client;
 mod message;
+mod session;
 mod stream;
 mod wire;
 
-pub use client::{Client, ClientError, ExecInput, ExecOutput, ExecSession, Output};
+pub use client::{Client, ClientError};
 pub use message::*;
+pub use session::{ExecInput, ExecOutput, ExecSession, Output};
 pub use stream::{Stream, connect_vsock_uds};
 pub use wire::{Frame, FrameError, FrameReader, HelloVerdict, write_frame};
 

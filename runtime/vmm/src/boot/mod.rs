@@ -14,6 +14,17 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestM
 use crate::error::Failure;
 use crate::layout;
 
+/// Real-mode code at the reset vector: writes to the ACPI reset register, then halts.
+///
+/// Linux restarts a hardware-reduced machine by EFI, even where there is none, and then enters the
+/// BIOS (`reboot_init` and `native_machine_emergency_restart` in `arch/x86/kernel/reboot.c`). It
+/// never gets to the reset register by itself.
+const RESET_CODE: [u8; 9] = {
+    let [low, high] = layout::RESET_PORT.to_le_bytes();
+    // mov al, RESET_VALUE; mov dx, RESET_PORT; out dx, al; hlt; jmp to the hlt
+    [0xb0, layout::RESET_VALUE, 0xba, low, high, 0xee, 0xf4, 0xeb, 0xfd]
+};
+
 /// How the boot processor enters the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Entry {
@@ -58,6 +69,7 @@ pub fn load(
         None => None,
     };
     write_cmdline(memory, cmdline)?;
+    write(memory, layout::RESET_VECTOR, &RESET_CODE)?;
     match loaded.pvh_boot_cap {
         PvhBootCapability::PvhEntryPresent(address) => {
             pvh::write_start_info(memory, initramfs)?;

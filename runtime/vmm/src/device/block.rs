@@ -57,13 +57,25 @@ const S_OK: u8 = 0;
 const S_IOERR: u8 = 1;
 const S_UNSUPP: u8 = 2;
 
-/// A request refused, and the status byte that says so.
-struct Refused(u8);
+/// Why a request is refused.
+enum Refused {
+    /// The driver asked for something that is not to be had.
+    Request(u8),
+    /// The disk could not.
+    Disk(DiskError),
+}
 
 impl From<DiskError> for Refused {
-    fn from(_: DiskError) -> Self {
-        Self(S_IOERR)
+    fn from(error: DiskError) -> Self {
+        Self::Disk(error)
     }
+}
+
+/// Trouble on the host's side, told once: a guest could cause it again and again.
+enum Trouble {
+    None,
+    New(DiskError),
+    Told,
 }
 
 /// The block device.
@@ -72,6 +84,7 @@ pub struct Block {
     read_only: bool,
     config: [u8; 60],
     id: [u8; ID],
+    trouble: Trouble,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -85,7 +98,8 @@ impl Block {
     pub fn open(disk: &Disk) -> Result<Self, DeviceError> {
         let layers = Layers::open(disk)?;
         let config = config_space(layers.sectors());
-        let mut block = Self { layers, read_only: disk.read_only, config, id: [0; ID] };
+        let read_only = disk.read_only;
+        let mut block = Self { layers, read_only, config, id: [0; ID], trouble: Trouble::None };
         block.set_id("parbake");
         Ok(block)
     }
@@ -116,7 +130,7 @@ impl Block {
             Ok(written) => (S_OK, written as u32 + 1),
             // `len` promises that the bytes before it were written (2.7.8.2): after a failure that
             // holds for the status only where nothing was to come before it.
-            Err(Refused(code)) => (code, u32::from(room == 0)),
+            Err(refused) => (self.refuse(refused), u32::from(room == 0)),
         };
         status.write(&[code]);
         Ok(written)
@@ -129,7 +143,7 @@ impl Block {
         readable: Buffers<'_>,
         mut writable: Buffers<'_>,
     ) -> Result<usize, Refused> {
-        let offset = sector.checked_mul(SECTOR).ok_or(Refused(S_IOERR));
+        let offset = sector.checked_mul(SECTOR).ok_or(Refused::Request(S_IOERR));
         match kind {
             T_IN => {
                 let len = whole_sectors(writable.len())?;
@@ -149,12 +163,26 @@ impl Block {
                 self.zero(kind, readable)?;
                 Ok(0)
             }
-            _ => Err(Refused(S_UNSUPP)),
+            _ => Err(Refused::Request(S_UNSUPP)),
         }
     }
 
+    /// The status byte for a refusal; keeps the host's first trouble for the machine to tell.
+    fn refuse(&mut self, refused: Refused) -> u8 {
+        match refused {
+            Refused::Request(code) => return code,
+            Refused::Disk(DiskError::Range) => {}
+            Refused::Disk(error) => {
+                if matches!(self.trouble, Trouble::None) {
+                    self.trouble = Trouble::New(error);
+                }
+            }
+        }
+        S_IOERR
+    }
+
     fn writable(&self) -> Result<(), Refused> {
-        if self.read_only { Err(Refused(S_IOERR)) } else { Ok(()) }
+        if self.read_only { Err(Refused::Request(S_IOERR)) } else { Ok(()) }
     }
 
     /// Both commands give zeroes: a discarded block is given back and reads as such.
@@ -163,7 +191,7 @@ impl Block {
             || !segments.len().is_multiple_of(16)
             || segments.len() / 16 > ZERO_SEGMENTS
         {
-            return Err(Refused(S_IOERR));
+            return Err(Refused::Request(S_IOERR));
         }
         let mut raw = [0u8; 16];
         while segments.read(&mut raw) == raw.len() {
@@ -173,12 +201,12 @@ impl Block {
             let flags = u32::from_le_bytes([f0, f1, f2, f3]);
             // Bit 0, "unmap", means something for write-zeroes only (5.2.6.2).
             if flags & !1 != 0 || (kind == T_DISCARD && flags != 0) {
-                return Err(Refused(S_UNSUPP));
+                return Err(Refused::Request(S_UNSUPP));
             }
             if count > ZERO_SECTORS {
-                return Err(Refused(S_IOERR));
+                return Err(Refused::Request(S_IOERR));
             }
-            let offset = sector.checked_mul(SECTOR).ok_or(Refused(S_IOERR))?;
+            let offset = sector.checked_mul(SECTOR).ok_or(Refused::Request(S_IOERR))?;
             self.layers.zero(offset, u64::from(count) * SECTOR)?;
         }
         Ok(())
@@ -187,7 +215,7 @@ impl Block {
 
 fn whole_sectors(len: usize) -> Result<usize, Refused> {
     if !len.is_multiple_of(SECTOR as usize) || len > MAX_REQUEST {
-        Err(Refused(S_IOERR))
+        Err(Refused::Request(S_IOERR))
     } else {
         Ok(len)
     }
@@ -283,6 +311,25 @@ impl VirtioDevice for Block {
     fn write_disk(&self, out: &File) -> Result<Option<u64>, DeviceError> {
         let written = self.layers.write_overlay(out);
         written.map(Some).map_err(|error| DeviceError::io("writing a disk's overlay", error))
+    }
+
+    fn take_trouble(&mut self) -> Option<DeviceError> {
+        let trouble = std::mem::replace(&mut self.trouble, Trouble::Told);
+        let error = match trouble {
+            Trouble::New(error) => error,
+            other => {
+                self.trouble = other;
+                return None;
+            }
+        };
+        let source = match error {
+            DiskError::Io(source) => source,
+            other => std::io::Error::other(other.to_string()),
+        };
+        Some(DeviceError::io(
+            "a disk request of the guest failed (later ones are not told)",
+            source,
+        ))
     }
 
     fn overlay_bytes(&self) -> Option<u64> {

@@ -137,9 +137,10 @@ impl MmioTransport {
         self.active.is_some()
     }
 
-    /// What made the device ask for a reset, once.
+    /// What made the device ask for a reset, or the first request it had to fail for the host's
+    /// sake. Each is told once.
     pub fn take_failure(&mut self) -> Option<DeviceError> {
-        self.failure.take()
+        self.failure.take().or_else(|| self.device.take_trouble())
     }
 
     /// A read in the window. Registers are 32 bits wide and aligned (4.2.2.2); anything else reads

@@ -18,6 +18,8 @@
 //! until the driver resets it. No call does unbounded work: a device that has more to do than one
 //! pass allows says [`Progress::More`], and the transport kicks it again.
 
+#![deny(unsafe_code)]
+
 #[cfg(test)]
 mod guest;
 #[cfg(test)]
@@ -28,6 +30,7 @@ mod sys;
 
 pub mod block;
 pub mod mmio;
+pub mod net;
 pub mod rng;
 pub mod vsock;
 
@@ -255,6 +258,11 @@ pub trait VirtioDevice: Send {
     /// the answer is the number of data bytes. Only while quiet. `None`: this is no disk.
     fn write_disk(&self, _out: &File) -> Result<Option<u64>, DeviceError> {
         Ok(None)
+    }
+
+    /// Something on the host's side failed and the guest got an error for it, the first time.
+    fn take_trouble(&mut self) -> Option<DeviceError> {
+        None
     }
 
     /// Host connections that are open and end with a snapshot. `None`: the device has none.

@@ -37,6 +37,12 @@ impl<'m> Buffers<'m> {
         self.slices.push(slice);
     }
 
+    /// Appends all of `other`.
+    pub(super) fn append(&mut self, other: &Buffers<'m>) {
+        self.len += other.len;
+        self.slices.extend_from_slice(other.slices());
+    }
+
     /// Bytes left.
     pub(super) fn len(&self) -> usize {
         self.len
@@ -139,9 +145,9 @@ pub(super) fn pop<'m>(
     walk(queue, memory, head).map(Some)
 }
 
-/// Puts back the chain popped last.
-pub(super) fn put_back_one(queue: &mut Queue) {
-    queue.set_next_avail(queue.next_avail().wrapping_sub(1));
+/// Puts back the `count` chains popped last.
+pub(super) fn put_back(queue: &mut Queue, count: u16) {
+    queue.set_next_avail(queue.next_avail().wrapping_sub(count));
 }
 
 /// How many chains the driver has offered so far, as a wrapping count.
@@ -157,6 +163,29 @@ pub(super) fn push_used(
     len: u32,
 ) -> Result<(), DeviceError> {
     queue.add_used(memory, head, len).map_err(ring_error)
+}
+
+/// Gives several chains back so that the driver sees all of them or none. ([`notify`] then knows of
+/// the last one only.)
+pub(super) fn push_used_together(
+    queue: &mut Queue,
+    memory: &GuestMemoryMmap,
+    chains: &[(u16, u32)],
+) -> Result<(), DeviceError> {
+    let Some((&(head, len), rest)) = chains.split_last() else { return Ok(()) };
+    for (head, len) in rest {
+        let slot = u64::from(queue.next_used() % queue.size());
+        let at = queue.used_ring().checked_add(4 + 8 * slot);
+        let at = at.ok_or_else(|| broken("a used ring that wraps around"))?;
+        let mut element = [0u8; 8];
+        element[..4].copy_from_slice(&u32::from(*head).to_le_bytes());
+        element[4..].copy_from_slice(&len.to_le_bytes());
+        memory
+            .write_slice(&element, GuestAddress(at))
+            .map_err(|error| broken(format!("used ring: {error}")))?;
+        queue.set_next_used(queue.next_used().wrapping_add(1));
+    }
+    push_used(queue, memory, head, len)
 }
 
 /// Raises the interrupt unless the driver asked not to be disturbed.

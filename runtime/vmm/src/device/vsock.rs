@@ -152,7 +152,7 @@ impl Vsock {
             }
             let mut front = chain.writable.take(HEADER);
             let Some(header) = self.switch.next_packet(self.cid, &chain.writable) else {
-                ring::put_back_one(queue);
+                ring::put_back(queue, 1);
                 break;
             };
             front.write(&header.encode());

@@ -28,7 +28,10 @@ pub fn vcpu(
     fd.set_regs(&state.regs).kvm("KVM_SET_REGS")?;
     fd.set_sregs(&state.sregs).kvm("KVM_SET_SREGS")?;
     set_xsave(fd, &state.xsave, xsave_words)?;
-    fd.set_xcrs(&state.xcrs).kvm("KVM_SET_XCRS")?;
+    if state.xcrs.nr_xcrs > 0 {
+        // A processor without XSAVE has none, and KVM refuses even an empty list then.
+        fd.set_xcrs(&state.xcrs).kvm("KVM_SET_XCRS")?;
+    }
     fd.set_debug_regs(&state.debug).kvm("KVM_SET_DEBUGREGS")?;
     fd.set_lapic(&state.lapic).kvm("KVM_SET_LAPIC")?;
 

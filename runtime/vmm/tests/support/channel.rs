@@ -32,26 +32,50 @@ pub struct Monitor {
 
 impl Monitor {
     pub fn spawn_binary(binary: &Path, config: &VmmConfig) -> Self {
+        Self::spawn_line(binary, &config_line(config))
+    }
+
+    /// Like [`Self::spawn_binary`], with any bytes for a configuration.
+    pub fn spawn_line(binary: &Path, line: &[u8]) -> Self {
+        Self::start(line, |theirs| {
+            let fd = theirs.as_raw_fd();
+            let mut command = Command::new(binary);
+            command.arg("--control-fd").arg("3").stdin(Stdio::null());
+            // SAFETY: between fork and exec, only dup2 and fcntl are called.
+            unsafe {
+                command.pre_exec(move || {
+                    if libc::dup2(fd, 3) < 0 || (fd == 3 && libc::fcntl(3, libc::F_SETFD, 0) < 0) {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                    Ok(())
+                });
+            }
+            command.spawn()
+        })
+    }
+
+    /// Like [`Self::spawn_binary`], but lets the standard library use `posix_spawn`, which is
+    /// faster. Another child started meanwhile would inherit the descriptor, too: only for
+    /// programs that start one child at a time.
+    pub fn spawn_alone(binary: &Path, config: &VmmConfig) -> Self {
+        Self::start(&config_line(config), |theirs| {
+            // SAFETY: the descriptor is open.
+            unsafe { libc::fcntl(theirs.as_raw_fd(), libc::F_SETFD, 0) };
+            Command::new(binary)
+                .arg("--control-fd")
+                .arg(theirs.as_raw_fd().to_string())
+                .stdin(Stdio::null())
+                .spawn()
+        })
+    }
+
+    fn start(line: &[u8], spawn: impl FnOnce(&UnixStream) -> std::io::Result<Child>) -> Self {
         let (ours, theirs) = UnixStream::pair().expect("socket pair");
         ours.set_read_timeout(Some(Duration::from_secs(30))).expect("timeout");
-        let mut line = serde_json::to_vec(config).expect("config");
-        line.push(b'\n');
         // Before the spawn: the monitor finds its configuration waiting.
-        (&ours).write_all(&line).expect("config");
-        let mut command = Command::new(binary);
-        let fd = theirs.as_raw_fd();
-        command.arg("--control-fd").arg("3").stdin(Stdio::null());
-        // SAFETY: between fork and exec, only dup2 is called.
-        unsafe {
-            command.pre_exec(move || {
-                if libc::dup2(fd, 3) < 0 || (fd == 3 && libc::fcntl(3, libc::F_SETFD, 0) < 0) {
-                    return Err(std::io::Error::last_os_error());
-                }
-                Ok(())
-            });
-        }
+        (&ours).write_all(line).expect("config");
         let spawned = Instant::now();
-        let child = command.spawn().expect("parbake-vmm starts");
+        let child = spawn(&theirs).expect("parbake-vmm starts");
         let reader = BufReader::new(ours.try_clone().expect("clone"));
         Self { child, socket: ours, reader, spawned, pending: std::collections::VecDeque::new() }
     }
@@ -120,6 +144,23 @@ impl Monitor {
     pub fn request_with(&mut self, request: &Request, files: &[BorrowedFd<'_>]) -> Reply {
         let mut line = serde_json::to_vec(request).expect("request");
         line.push(b'\n');
+        self.send(&line, files);
+        self.reply()
+    }
+
+    /// Sends a line as it is, and returns the answer.
+    pub fn raw_request(&mut self, line: &[u8]) -> Reply {
+        self.raw(line);
+        self.reply()
+    }
+
+    /// Sends bytes as they are.
+    pub fn raw(&mut self, bytes: &[u8]) {
+        // The monitor may end in the middle of it.
+        let _ = (&self.socket).write_all(bytes);
+    }
+
+    fn send(&mut self, line: &[u8], files: &[BorrowedFd<'_>]) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
         let mut ancillary = rustix::net::SendAncillaryBuffer::new(&mut space);
         if !files.is_empty() {
@@ -127,11 +168,14 @@ impl Monitor {
         }
         rustix::net::sendmsg(
             &self.socket,
-            &[IoSlice::new(&line)],
+            &[IoSlice::new(line)],
             &mut ancillary,
             rustix::net::SendFlags::NOSIGNAL,
         )
         .expect("request");
+    }
+
+    fn reply(&mut self) -> Reply {
         loop {
             match self.message() {
                 Some(Message::Reply(reply)) => return reply,
@@ -183,4 +227,10 @@ impl Monitor {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn config_line(config: &VmmConfig) -> Vec<u8> {
+    let mut line = serde_json::to_vec(config).expect("config");
+    line.push(b'\n');
+    line
 }

@@ -28,12 +28,33 @@ pub fn guest(name: &str) -> PathBuf {
         .into_temp_path()
         .keep()
         .expect("keep");
+    let mut inputs = vec![sources.join(format!("{name}.S"))];
+    let c = sources.join(format!("{name}.c"));
+    let object = tempfile::Builder::new().suffix(".s").tempfile().expect("temporary file");
+    if c.exists() {
+        // 32-bit code for a 64-bit image: the compiler's text, assembled with the rest.
+        let output = Command::new("cc")
+            .args(["-m32", "-O1", "-S", "-ffreestanding", "-fno-pic", "-fno-stack-protector"])
+            .args([
+                "-mgeneral-regs-only",
+                "-fno-asynchronous-unwind-tables",
+                "-fcf-protection=none",
+            ])
+            .args(["-Wall", "-Wextra", "-Werror", "-o", "-"])
+            .arg(&c)
+            .output()
+            .expect("cc (package gcc) compiles the bare guests");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = [b".code32\n".as_slice(), &output.stdout].concat();
+        std::fs::write(object.path(), text).expect("assembly");
+        inputs.push(object.path().into());
+    }
     let status = Command::new("cc")
         .current_dir(&sources)
         .args(["-nostdlib", "-static", "-no-pie", "-Wl,--build-id=none", "-Wl,-z,noexecstack"])
         .args(["-Wl,--no-warn-rwx-segments", "-I.", "-T", "guest.ld", "-o"])
         .arg(&out)
-        .arg(format!("{name}.S"))
+        .args(&inputs)
         .status()
         .expect("cc (package gcc) assembles the bare guests");
     assert!(status.success(), "assembling {name}");

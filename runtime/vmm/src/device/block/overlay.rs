@@ -353,20 +353,29 @@ fn length(file: &File, path: &Path) -> Result<u64, DeviceError> {
 }
 
 fn private_file(scratch: Option<&Path>) -> Result<File, DeviceError> {
-    let fd = match scratch {
-        Some(directory) => rustix::fs::open(
-            directory,
-            OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::EXCL,
-            Mode::RUSR | Mode::WUSR,
-        )
+    let Some(directory) = scratch else {
+        return rustix::fs::memfd_create("parbake-overlay", MemfdFlags::CLOEXEC)
+            .map(File::from)
+            .map_err(|error| DeviceError::io("creating a disk's private overlay", error));
+    };
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::EXCL;
+    let mode = Mode::RUSR | Mode::WUSR;
+    rustix::fs::open(directory, flags | OFlags::TMPFILE, mode)
+        .or_else(|error| {
+            // Network and user-space file systems often lack O_TMPFILE.
+            if error != rustix::io::Errno::OPNOTSUPP {
+                return Err(error);
+            }
+            let name = directory.join(format!(".overlay-{}", std::process::id()));
+            let file = rustix::fs::open(&name, flags | OFlags::CREATE, mode)?;
+            rustix::fs::unlink(&name)?;
+            Ok(file)
+        })
+        .map(File::from)
         .map_err(|error| {
             DeviceError::io(
                 format!("creating a disk's private overlay in {}", directory.display()),
                 error,
             )
-        })?,
-        None => rustix::fs::memfd_create("parbake-overlay", MemfdFlags::CLOEXEC)
-            .map_err(|error| DeviceError::io("creating a disk's private overlay", error))?,
-    };
-    Ok(File::from(fd))
+        })
 }

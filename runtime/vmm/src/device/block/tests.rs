@@ -168,7 +168,12 @@ fn the_write_limit_holds_and_is_given_back() {
     let mut guest = bench.guest(true);
     write(&mut guest, 0, &[1; 3 * BLOCK]);
     let at = guest.put(&[2; 2 * BLOCK]);
-    assert_eq!(request(&mut guest, T_OUT, 32, &[(at, 2 * BLOCK as u32, READ)]).0, S_IOERR);
+    for round in 0..3 {
+        let overrun = [(at, 2 * BLOCK as u32, READ)];
+        assert_eq!(request(&mut guest, T_OUT, 32, &overrun).0, S_IOERR);
+        let told = guest.transport.take_failure().map(|failure| failure.to_string());
+        assert_eq!(told.is_some_and(|told| told.contains("limit")), round == 0);
+    }
     // What is there may be written again, and one block is left.
     write(&mut guest, 8, &[3; 3 * BLOCK]);
     assert_eq!(guest.transport.device().overlay_bytes(), Some(4 * BLOCK as u64));
@@ -277,6 +282,23 @@ fn a_saved_state_is_refused_where_it_does_not_belong() {
     }
     File::options().write(true).open(&overlay).unwrap().set_len(30 * BLOCK as u64).unwrap();
     assert!(restore(&whole, &saved).unwrap_err().contains("its map needs"));
+}
+
+#[test]
+fn an_overlay_that_is_cut_short_behind_our_back_fails_reads_and_is_told() {
+    let bench = bench(64 * BLOCK);
+    let mut guest = bench.guest(true);
+    write(&mut guest, 8 * 30, &[1; BLOCK]);
+    let frozen = guest.freeze();
+    let (overlay, _) = bench.overlay(&guest, "overlay");
+    let disk = Disk { overlay: Some(overlay.clone()), ..bench.disk.clone() };
+    let mut next = Guest::thaw(&frozen, Box::new(Block::open(&disk).unwrap()));
+    File::options().write(true).open(&overlay).unwrap().set_len(0).unwrap();
+    let at = next.alloc(BLOCK);
+    assert_eq!(request(&mut next, T_IN, 240, &[(at, BLOCK as u32, WRITE)]).0, S_IOERR);
+    assert!(matches!(next.transport.take_failure(), Some(DeviceError::Io { .. })));
+    assert!(!next.needs_reset());
+    assert_eq!(read(&mut next, 0, BLOCK), bench.base[..BLOCK]);
 }
 
 #[test]

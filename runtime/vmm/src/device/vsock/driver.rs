@@ -9,8 +9,8 @@ use crate::device::guest::{Frozen, Guest, READ, WRITE};
 use parbake_protocol::vmm;
 
 const PAGE: usize = 4096;
-/// Credit the simulated sockets give.
-pub(super) const WINDOW: u32 = 64 << 10;
+/// Credit the simulated sockets give; no multiple of a packet.
+pub(super) const WINDOW: u32 = 64_000;
 
 /// One socket of the guest.
 #[derive(Default, Clone)]

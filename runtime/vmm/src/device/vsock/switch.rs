@@ -6,13 +6,14 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::OsString;
-use std::io::ErrorKind;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use rustix::event::epoll::EventFlags;
+use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with,
+    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, connect,
+    socket_with,
 };
 
 use super::connection::{Connection, Outcome, State, Violation};
@@ -141,19 +142,11 @@ impl Switch {
 
     fn accept(&mut self) {
         while !self.is_full() {
-            let stream = match self.listener.accept() {
-                Ok((stream, _)) => stream,
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let stream = match accept_with(&self.listener, flags) {
+                Ok(stream) => UnixStream::from(stream),
                 // Nobody there, or a client that left: the poll set calls again.
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        ErrorKind::WouldBlock
-                            | ErrorKind::Interrupted
-                            | ErrorKind::ConnectionAborted
-                    ) =>
-                {
-                    break;
-                }
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => break,
                 // No descriptor to be had: do not be called in circles until one is free again.
                 Err(_) => {
                     self.starved = true;
@@ -161,9 +154,7 @@ impl Switch {
                 }
             };
             let token = self.token();
-            if stream.set_nonblocking(true).is_ok()
-                && self.poll.watch(&stream, token, EDGES).is_ok()
-            {
+            if self.poll.watch(&stream, token, EDGES).is_ok() {
                 self.clients.insert(token, stream);
                 self.greet(token);
             }
@@ -183,7 +174,7 @@ impl Switch {
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         let seen = match rustix::net::recv(stream, &mut line[..], flags) {
             Ok((seen, _)) => seen,
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return,
+            Err(Errno::AGAIN | Errno::INTR) => return,
             Err(_) => 0,
         };
         let Some(end) = line[..seen].iter().position(|byte| *byte == b'\n') else {

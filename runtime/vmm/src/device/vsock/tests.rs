@@ -362,6 +362,26 @@ fn a_slow_reader_gets_everything_after_the_guest_has_left() {
 }
 
 #[test]
+fn a_guest_that_only_sends_is_given_credit_as_the_host_reads() {
+    let bench = Bench::new();
+    let mut driver = bench.driver();
+    let (mut stream, ports) = host_connection(&bench, &mut driver, 5000);
+    let data = pattern(4 << 20, 6);
+    let (mut sent, mut received) = (0, Vec::new());
+    for _ in 0..10_000 {
+        sent += driver.write(ports, &data[sent..]);
+        driver.pump();
+        received.extend(available(&mut stream).unwrap_or_default());
+        driver.pump();
+        if received.len() == data.len() {
+            break;
+        }
+    }
+    assert!(received == data, "stuck at {sent} sent and {} received", received.len());
+    assert!(driver.inbox.is_empty());
+}
+
+#[test]
 fn a_guest_that_overruns_its_credit_loses_the_connection() {
     let bench = Bench::new();
     let mut driver = bench.driver();

@@ -1,0 +1,856 @@
+//! Talking to a registry: the OCI distribution protocol, as much of it as templates need.
+//!
+//! The client is small and blocking on purpose: there are a handful of connections, each in a
+//! thread that decompresses what it reads, so an asynchronous runtime would only add weight. What
+//! a general client leaves to chance is settled here: every answer is bounded, redirects are
+//! followed by hand, and credentials go where they belong and nowhere else.
+//!
+//! # Where credentials go
+//! - To the registry itself, and to the token service it names.
+//! - Over TLS; over plain HTTP only to loopback or to a host the user has named for that.
+//! - Not along redirects to another host, scheme or port, and not to upload locations there.
+//!
+//! # Retries
+//! Refused connections, timeouts, 408, 429 and 5xx are tried again with growing pauses, or after
+//! what `Retry-After` says. A 401 fetches a new token once. Anything else is an answer.
+
+use std::collections::HashMap;
+use std::io::{self, Read};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use ureq::http::{Method, Request, Response, Uri, header};
+use ureq::{Agent, Body, SendBody};
+
+use crate::Digest;
+use crate::artifact::{Descriptor, INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES};
+use crate::challenge::{Challenge, parse_challenges};
+use crate::credentials::{Credential, CredentialError, Credentials};
+use crate::install::BlobSource;
+
+const MAX_REDIRECTS: u32 = 5;
+/// More than any token or error answer has.
+const MAX_ANSWER_BYTES: u64 = 1024 * 1024;
+/// The longest that `Retry-After` is obeyed.
+const MAX_PAUSE: Duration = Duration::from_secs(60);
+
+/// How to reach registries.
+#[derive(Debug, Clone)]
+pub struct RegistryOptions {
+    /// Where credentials come from.
+    pub credentials: Credentials,
+    /// Hosts (with port) that may be spoken to without TLS, beyond loopback.
+    pub plain_http: Vec<String>,
+    /// How often a request is tried again.
+    pub retries: u32,
+    /// The first pause before trying again.
+    pub pause: Duration,
+    /// How many requests run side by side.
+    pub parallel: usize,
+    /// The longest silence in the middle of an answer.
+    pub stall: Duration,
+}
+
+impl Default for RegistryOptions {
+    fn default() -> Self {
+        Self {
+            credentials: Credentials::anonymous(),
+            plain_http: Vec::new(),
+            retries: 5,
+            pause: Duration::from_millis(250),
+            parallel: 4,
+            stall: Duration::from_secs(30),
+        }
+    }
+}
+
+/// What may be done with a repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// Reading.
+    Pull,
+    /// Reading and writing.
+    Push,
+}
+
+/// One repository of one registry.
+#[derive(Debug)]
+pub struct Repository {
+    agent: Agent,
+    options: RegistryOptions,
+    host: String,
+    repository: String,
+    base: String,
+    access: Access,
+    /// Whether the registry is spoken to without TLS.
+    plain: bool,
+    /// The current `Authorization` by scope.
+    authorization: Mutex<HashMap<String, String>>,
+    credential: Option<Credential>,
+}
+
+/// A registry did not do what it was asked to.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RegistryError {
+    /// Nobody there, or the line is bad.
+    #[error("cannot reach {host}: {what}")]
+    Unreachable {
+        /// The host.
+        host: String,
+        /// What went wrong.
+        what: String,
+    },
+    /// Without credentials, or with the wrong ones.
+    #[error("{host} wants other credentials for {repository}; try: parbake login {host}")]
+    Unauthorized {
+        /// The registry.
+        host: String,
+        /// The repository.
+        repository: String,
+    },
+    /// With the right credentials, but not allowed to.
+    #[error("{host} does not allow this in {repository}{detail}")]
+    Denied {
+        /// The registry.
+        host: String,
+        /// The repository.
+        repository: String,
+        /// What it says, after a colon.
+        detail: String,
+    },
+    /// It has no such thing.
+    #[error("{host} has no {what}")]
+    NotFound {
+        /// The registry.
+        host: String,
+        /// What was asked for.
+        what: String,
+    },
+    /// Any other answer.
+    #[error("{host} answered {status} to {what}{detail}")]
+    Status {
+        /// The registry.
+        host: String,
+        /// The HTTP status.
+        status: u16,
+        /// What was asked for.
+        what: String,
+        /// What it says, after a colon.
+        detail: String,
+    },
+    /// An answer that breaks the protocol, or a bound.
+    #[error("{host} gave an answer that cannot be used: {what}")]
+    Protocol {
+        /// The registry.
+        host: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Credentials would have to go over an open line.
+    #[error("{host} is not spoken to without TLS; if it must be, name it with --plain-http")]
+    Plain {
+        /// Where they would have gone.
+        host: String,
+    },
+    /// Credentials could not be read.
+    #[error(transparent)]
+    Credentials(#[from] CredentialError),
+    /// A local file could not be read.
+    #[error("cannot read {what}: {source}")]
+    Local {
+        /// Which.
+        what: String,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// A manifest or index, as the registry has it.
+#[derive(Debug, Clone)]
+pub struct Fetched {
+    /// Its descriptor, of the bytes that came.
+    pub descriptor: Descriptor,
+    /// The bytes.
+    pub bytes: Vec<u8>,
+}
+
+/// The body of a request, made afresh for each try.
+type MakeBody<'a> = &'a (dyn Fn() -> io::Result<(SendBody<'static>, u64)> + Sync);
+
+impl RegistryError {
+    /// Whether the thing asked for is not there, rather than out of reach.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::NotFound { .. })
+    }
+}
+
+impl From<RegistryError> for io::Error {
+    fn from(error: RegistryError) -> Self {
+        let kind = match &error {
+            RegistryError::NotFound { .. } => io::ErrorKind::NotFound,
+            RegistryError::Unauthorized { .. } | RegistryError::Denied { .. } => {
+                io::ErrorKind::PermissionDenied
+            }
+            _ => io::ErrorKind::Other,
+        };
+        Self::new(kind, error)
+    }
+}
+
+impl Repository {
+    /// Prepares to use `repository` on `host` (with port, if any). Says nothing to a remote host
+    /// yet; on loopback, finds out whether the registry speaks TLS.
+    ///
+    /// # Errors
+    /// When credentials cannot be read.
+    pub fn open(
+        options: &RegistryOptions,
+        host: &str,
+        repository: &str,
+        access: Access,
+    ) -> Result<Self, RegistryError> {
+        let loopback = is_loopback(host);
+        let mut config = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .user_agent(concat!("parbake/", env!("CARGO_PKG_VERSION")))
+            .accept_encoding("identity")
+            .max_idle_connections_per_host(options.parallel)
+            .timeout_connect(Some(Duration::from_secs(15)))
+            .timeout_recv_response(Some(Duration::from_secs(120)))
+            .timeout_per_read(Some(options.stall))
+            .timeout_per_write(Some(options.stall))
+            .tls_config(
+                ureq::tls::TlsConfig::builder()
+                    .root_certs(ureq::tls::RootCerts::PlatformVerifier)
+                    .build(),
+            );
+        if loopback {
+            config = config.proxy(None);
+        }
+        let agent: Agent = config.build().into();
+        let named = options.plain_http.iter().any(|plain| plain == host);
+        let plain = (loopback || named) && !speaks_tls(&agent, host);
+        let scheme = if plain { "http" } else { "https" };
+        // The name in references and the host behind it differ for one registry only.
+        let authority = if host == "docker.io" { "registry-1.docker.io" } else { host };
+        Ok(Self {
+            credential: options.credentials.lookup(host, repository)?,
+            agent,
+            options: options.clone(),
+            host: host.to_owned(),
+            repository: repository.to_owned(),
+            base: format!("{scheme}://{authority}"),
+            access,
+            plain,
+            authorization: Mutex::default(),
+        })
+    }
+
+    /// The registry's host and port.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// The repository's name.
+    #[must_use]
+    pub fn repository(&self) -> &str {
+        &self.repository
+    }
+
+    /// Fetches a manifest or index by tag or digest.
+    ///
+    /// # Errors
+    /// When it is not there or too large, or the bytes are not what was asked for.
+    pub fn manifest(&self, reference: &str) -> Result<Fetched, RegistryError> {
+        let path = format!("/v2/{}/manifests/{reference}", self.repository);
+        let accept = [
+            INDEX_TYPE,
+            MANIFEST_TYPE,
+            "application/vnd.docker.distribution.manifest.list.v2+json",
+            "application/vnd.docker.distribution.manifest.v2+json",
+        ];
+        let headers = [("accept", accept.join(", "))];
+        let response = self.request(&Method::GET, &path, &headers, None, None)?;
+        let what = format!("{}:{reference}", self.repository);
+        let mut response = self.expect(response, &[200], &what)?;
+        let media_type = response
+            .headers()
+            .get(header::CONTENT_TYPE)
+            .and_then(|value| value.to_str().ok())
+            .and_then(|value| value.split(';').next())
+            .unwrap_or(MANIFEST_TYPE)
+            .trim()
+            .to_owned();
+        let bytes = self.read_bounded(response.body_mut(), MAX_MANIFEST_BYTES, &what)?;
+        let digest = Digest::of(&bytes);
+        if reference.contains(':') && reference != digest.to_string() {
+            let what = format!("{reference} came with bytes that hash to {digest}");
+            return Err(RegistryError::Protocol { host: self.host.clone(), what });
+        }
+        let descriptor = Descriptor::new(&media_type, digest, bytes.len() as u64);
+        Ok(Fetched { descriptor, bytes })
+    }
+
+    /// Stores a manifest or index under a tag or its digest.
+    ///
+    /// # Errors
+    /// When the registry refuses it.
+    pub fn put_manifest(
+        &self,
+        reference: &str,
+        media_type: &str,
+        bytes: &[u8],
+    ) -> Result<(), RegistryError> {
+        let path = format!("/v2/{}/manifests/{reference}", self.repository);
+        let owned = bytes.to_vec();
+        let body = move || {
+            let len = owned.len() as u64;
+            Ok((SendBody::from_owned_reader(io::Cursor::new(owned.clone())), len))
+        };
+        let headers = [("content-type", media_type.to_owned())];
+        let response = self.request(&Method::PUT, &path, &headers, Some(&body), None)?;
+        self.expect(response, &[200, 201, 202], "the manifest").map(drop)
+    }
+
+    /// Whether the repository has the blob.
+    ///
+    /// # Errors
+    /// When the registry cannot be asked.
+    pub fn has_blob(&self, digest: &Digest) -> Result<bool, RegistryError> {
+        let path = format!("/v2/{}/blobs/{digest}", self.repository);
+        let response = self.request(&Method::HEAD, &path, &[], None, None)?;
+        match response.status().as_u16() {
+            404 => Ok(false),
+            _ => self.expect(response, &[200, 204], "whether it has a blob").map(|_| true),
+        }
+    }
+
+    /// Opens `len` bytes of a blob from `offset` on. The bytes are not checked.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub fn blob(
+        &self,
+        digest: &Digest,
+        range: std::ops::Range<u64>,
+        size: u64,
+    ) -> Result<impl Read + Send + use<>, RegistryError> {
+        let path = format!("/v2/{}/blobs/{digest}", self.repository);
+        let whole = range.start == 0 && range.end >= size;
+        let mut headers = Vec::new();
+        if !whole {
+            let last = range.end.max(1) - 1;
+            headers.push(("range", format!("bytes={}-{last}", range.start)));
+        }
+        let response = self.request(&Method::GET, &path, &headers, None, None)?;
+        let what = format!("blob {digest} in {}", self.repository);
+        let response = self.expect(response, &[200, 206], &what)?;
+        let starts_at = match response.status().as_u16() {
+            206 => content_range_start(&response).unwrap_or(range.start),
+            // One that knows no ranges sends everything.
+            _ => 0,
+        };
+        let skip = range.start.checked_sub(starts_at).ok_or_else(|| RegistryError::Protocol {
+            host: self.host.clone(),
+            what: format!("it sent {what} from {starts_at} instead of {}", range.start),
+        })?;
+        let mut body = response.into_body().into_with_config().limit(u64::MAX).reader();
+        io::copy(&mut Read::take(&mut body, skip), &mut io::sink()).map_err(|error| {
+            RegistryError::Unreachable { host: self.host.clone(), what: error.to_string() }
+        })?;
+        Ok(body.take(range.end - range.start))
+    }
+
+    /// Takes a blob over from another repository of the same registry; `false` when that does not
+    /// work and it must be sent.
+    ///
+    /// # Errors
+    /// When the registry cannot be asked.
+    pub fn mount(&self, digest: &Digest, from: &str) -> Result<bool, RegistryError> {
+        let path = format!("/v2/{}/blobs/uploads/?mount={digest}&from={from}", self.repository);
+        let scope = format!("repository:{from}:pull");
+        let response = self.request(&Method::POST, &path, &[], Some(&no_body), Some(&scope))?;
+        match response.status().as_u16() {
+            201 => Ok(true),
+            202 => {
+                // An upload was begun instead, which nobody wants.
+                if let Some(location) = self.location(&response) {
+                    let _ = self.request(&Method::DELETE, &location, &[], None, None);
+                }
+                Ok(false)
+            }
+            // Some refuse where others would begin an upload.
+            400..=499 => Ok(false),
+            _ => self.expect(response, &[201], "taking over a blob").map(|_| true),
+        }
+    }
+
+    /// Sends a blob. `open` is called afresh for each try.
+    ///
+    /// # Errors
+    /// When the registry refuses it, or `open` fails.
+    pub fn put_blob(
+        &self,
+        blob: &Descriptor,
+        open: &(dyn Fn() -> io::Result<Box<dyn Read + Send>> + Sync),
+    ) -> Result<(), RegistryError> {
+        let what = format!("blob {}", blob.digest);
+        let mut tries = 0;
+        loop {
+            let start = format!("/v2/{}/blobs/uploads/", self.repository);
+            let response = self.request(&Method::POST, &start, &[], Some(&no_body), None)?;
+            let response = self.expect(response, &[202], "beginning an upload")?;
+            let location = self.location(&response).ok_or_else(|| RegistryError::Protocol {
+                host: self.host.clone(),
+                what: "it began an upload without saying where".to_owned(),
+            })?;
+            let separator = if location.contains('?') { '&' } else { '?' };
+            let target = format!("{location}{separator}digest={}", blob.digest);
+            let body = || Ok((SendBody::from_owned_reader(open()?), blob.size));
+            let headers = [("content-type", "application/octet-stream".to_owned())];
+            // An upload that broke cannot be sent to the same place again.
+            let sent = self.once(&Method::PUT, &target, &headers, Some(&body), None);
+            match sent {
+                Ok(response) if !is_transient(response.status().as_u16()) => {
+                    return self.expect(response, &[201, 204], &what).map(drop);
+                }
+                Ok(response) if tries >= self.options.retries => {
+                    return self.expect(response, &[201, 204], &what).map(drop);
+                }
+                Err(error @ RegistryError::Unreachable { .. }) if tries >= self.options.retries => {
+                    return Err(error);
+                }
+                Ok(response) => self.wait(tries, Some(&response)),
+                Err(RegistryError::Unreachable { .. }) => self.wait(tries, None),
+                Err(error) => return Err(error),
+            }
+            tries += 1;
+        }
+    }
+
+    /// Sends a request, with retries.
+    fn request(
+        &self,
+        method: &Method,
+        target: &str,
+        headers: &[(&'static str, String)],
+        body: Option<MakeBody<'_>>,
+        more_scope: Option<&str>,
+    ) -> Result<Response<Body>, RegistryError> {
+        for tries in 0.. {
+            let last = tries >= self.options.retries;
+            match self.once(method, target, headers, body, more_scope) {
+                Ok(response) if is_transient(response.status().as_u16()) && !last => {
+                    self.wait(tries, Some(&response));
+                }
+                Err(RegistryError::Unreachable { .. }) if !last => self.wait(tries, None),
+                result => return result,
+            }
+        }
+        unreachable!("the last try returns")
+    }
+
+    /// Sends a request, following redirects and a call for credentials.
+    fn once(
+        &self,
+        method: &Method,
+        target: &str,
+        headers: &[(&'static str, String)],
+        body: Option<MakeBody<'_>>,
+        more_scope: Option<&str>,
+    ) -> Result<Response<Body>, RegistryError> {
+        let home: Uri = self.uri(&self.base)?;
+        let scope = self.scope(more_scope);
+        let mut uri = self.uri(target)?;
+        let (mut redirects, mut refreshed) = (0, false);
+        loop {
+            let at_home = same_authority(&uri, &home);
+            let mut request = Request::builder().method(method.clone()).uri(uri.clone());
+            for (name, value) in headers {
+                request = request.header(*name, value);
+            }
+            if at_home && let Some(value) = self.known_authorization(&scope) {
+                request = request.header(header::AUTHORIZATION, value);
+            }
+            let response = self.send(request, body)?;
+            let status = response.status().as_u16();
+            match status {
+                401 if at_home && !refreshed => {
+                    refreshed = true;
+                    self.authorize(&response, &scope)?;
+                }
+                301 | 302 | 303 | 307 | 308 if matches!(*method, Method::GET | Method::HEAD) => {
+                    redirects += 1;
+                    if redirects > MAX_REDIRECTS {
+                        let what = format!("it redirected more than {MAX_REDIRECTS} times");
+                        return Err(RegistryError::Protocol { host: self.host.clone(), what });
+                    }
+                    let next = response
+                        .headers()
+                        .get(header::LOCATION)
+                        .and_then(|value| value.to_str().ok())
+                        .and_then(|location| resolve(&uri, location))
+                        .ok_or_else(|| RegistryError::Protocol {
+                            host: self.host.clone(),
+                            what: "it redirected to nowhere".to_owned(),
+                        })?;
+                    self.check_line(&next)?;
+                    uri = next;
+                }
+                _ => return Ok(response),
+            }
+        }
+    }
+
+    fn send(
+        &self,
+        request: ureq::http::request::Builder,
+        body: Option<MakeBody<'_>>,
+    ) -> Result<Response<Body>, RegistryError> {
+        let bad = |what: String| RegistryError::Protocol { host: self.host.clone(), what };
+        let sent = match body {
+            None => {
+                let request = request.body(()).map_err(|error| bad(error.to_string()))?;
+                self.agent.run(request)
+            }
+            Some(body) => {
+                let (body, len) = body().map_err(|source| RegistryError::Local {
+                    what: "what is to be sent".to_owned(),
+                    source,
+                })?;
+                let request = request
+                    .header(header::CONTENT_LENGTH, len)
+                    .body(body)
+                    .map_err(|error| bad(error.to_string()))?;
+                self.agent.run(request)
+            }
+        };
+        sent.map_err(|error| RegistryError::Unreachable {
+            host: self.host.clone(),
+            what: error.to_string(),
+        })
+    }
+
+    /// Answers a call for credentials.
+    fn authorize(&self, response: &Response<Body>, scope: &str) -> Result<(), RegistryError> {
+        let unauthorized = || RegistryError::Unauthorized {
+            host: self.host.clone(),
+            repository: self.repository.clone(),
+        };
+        let challenges: Vec<Challenge> = response
+            .headers()
+            .get_all(header::WWW_AUTHENTICATE)
+            .iter()
+            .filter_map(|value| value.to_str().ok())
+            .flat_map(parse_challenges)
+            .collect();
+        let bearer = challenges.iter().find(|challenge| challenge.scheme == "bearer");
+        let value = match bearer {
+            Some(challenge) => format!("Bearer {}", self.token(challenge, scope)?),
+            None if challenges.iter().any(|challenge| challenge.scheme == "basic") => {
+                let Some(Credential::Basic { user, password }) = &self.credential else {
+                    return Err(unauthorized());
+                };
+                self.check_line(&self.uri(&self.base)?)?;
+                format!("Basic {}", STANDARD.encode(format!("{user}:{password}")))
+            }
+            None => return Err(unauthorized()),
+        };
+        self.authorization
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .insert(scope.to_owned(), value);
+        Ok(())
+    }
+
+    /// Gets a token from the service that a challenge names.
+    fn token(&self, challenge: &Challenge, scope: &str) -> Result<String, RegistryError> {
+        let protocol = |what: String| RegistryError::Protocol { host: self.host.clone(), what };
+        let realm = challenge
+            .get("realm")
+            .and_then(|realm| realm.parse::<Uri>().ok())
+            .filter(|realm| realm.authority().is_some())
+            .ok_or_else(|| protocol("it asks for a token without saying where from".to_owned()))?;
+        if self.credential.is_some() {
+            self.check_line(&realm)?;
+        }
+        let mut query: Vec<_> = scope.split(' ').map(|scope| ("scope", scope)).collect();
+        if let Some(service) = challenge.get("service") {
+            query.push(("service", service));
+        }
+        // A token service on the same loopback is as near as the registry.
+        let base = Request::builder();
+        let response = match &self.credential {
+            Some(Credential::Identity(token)) => {
+                query.extend([
+                    ("grant_type", "refresh_token"),
+                    ("refresh_token", token),
+                    ("client_id", "parbake"),
+                ]);
+                let form = encode(&query);
+                let body = move || {
+                    let bytes = form.clone().into_bytes();
+                    let len = bytes.len() as u64;
+                    Ok((SendBody::from_owned_reader(io::Cursor::new(bytes)), len))
+                };
+                let request = base
+                    .method(Method::POST)
+                    .uri(realm)
+                    .header(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
+                self.send(request, Some(&body))?
+            }
+            other => {
+                let separator = if realm.query().is_some() { '&' } else { '?' };
+                let mut request =
+                    base.method(Method::GET).uri(format!("{realm}{separator}{}", encode(&query)));
+                if let Some(Credential::Basic { user, password }) = other {
+                    let pair = STANDARD.encode(format!("{user}:{password}"));
+                    request = request.header(header::AUTHORIZATION, format!("Basic {pair}"));
+                }
+                // Not followed anywhere: the credential is in it.
+                self.send(request, None)?
+            }
+        };
+        let mut response = match response.status().as_u16() {
+            401 | 403 => {
+                return Err(RegistryError::Unauthorized {
+                    host: self.host.clone(),
+                    repository: self.repository.clone(),
+                });
+            }
+            _ => self.expect(response, &[200], "asking for a token")?,
+        };
+        let bytes = self.read_bounded(response.body_mut(), MAX_ANSWER_BYTES, "a token")?;
+        let answer: serde_json::Value = serde_json::from_slice(&bytes)
+            .map_err(|_| protocol("its token is not JSON".to_owned()))?;
+        let token = ["token", "access_token"]
+            .iter()
+            .find_map(|field| answer[*field].as_str().filter(|token| !token.is_empty()));
+        token
+            .map(str::to_owned)
+            .ok_or_else(|| protocol("its token service answered without a token".to_owned()))
+    }
+
+    fn scope(&self, more: Option<&str>) -> String {
+        let actions = match self.access {
+            Access::Pull => "pull",
+            Access::Push => "pull,push",
+        };
+        let own = format!("repository:{}:{actions}", self.repository);
+        more.map_or(own.clone(), |more| format!("{own} {more}"))
+    }
+
+    fn known_authorization(&self, scope: &str) -> Option<String> {
+        self.authorization
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .get(scope)
+            .cloned()
+    }
+
+    /// Refuses to leave TLS, unless for a place that may be spoken to without.
+    fn check_line(&self, uri: &Uri) -> Result<(), RegistryError> {
+        let authority = uri.authority().map_or("", |authority| authority.as_str());
+        let open = uri.scheme_str() != Some("https");
+        let allowed = is_loopback(authority)
+            || self.options.plain_http.iter().any(|plain| plain == authority)
+            || self.plain && authority == self.host;
+        if open && !allowed {
+            return Err(RegistryError::Plain { host: authority.to_owned() });
+        }
+        Ok(())
+    }
+
+    fn uri(&self, target: &str) -> Result<Uri, RegistryError> {
+        let text = if target.starts_with('/') {
+            format!("{}{target}", self.base)
+        } else {
+            target.to_owned()
+        };
+        text.parse().map_err(|error| RegistryError::Protocol {
+            host: self.host.clone(),
+            what: format!("{text:?} is no address ({error})"),
+        })
+    }
+
+    /// Where an upload goes on. On another host, it gets no credentials.
+    fn location(&self, response: &Response<Body>) -> Option<String> {
+        let base = self.uri(&self.base).ok()?;
+        let value = response.headers().get(header::LOCATION)?.to_str().ok()?;
+        let uri = resolve(&base, value)?;
+        self.check_line(&uri).ok()?;
+        Some(uri.to_string())
+    }
+
+    /// Turns an answer with another status into an error that says what the registry says.
+    fn expect(
+        &self,
+        mut response: Response<Body>,
+        good: &[u16],
+        what: &str,
+    ) -> Result<Response<Body>, RegistryError> {
+        let status = response.status().as_u16();
+        if good.contains(&status) {
+            return Ok(response);
+        }
+        let (host, what) = (self.host.clone(), what.to_owned());
+        let repository = self.repository.clone();
+        Err(match status {
+            401 => RegistryError::Unauthorized { host, repository },
+            404 => RegistryError::NotFound { host, what },
+            _ => {
+                let detail = detail(response.body_mut());
+                if status == 403 {
+                    RegistryError::Denied { host, repository, detail }
+                } else {
+                    RegistryError::Status { host, status, what, detail }
+                }
+            }
+        })
+    }
+
+    fn read_bounded(
+        &self,
+        body: &mut Body,
+        limit: u64,
+        what: &str,
+    ) -> Result<Vec<u8>, RegistryError> {
+        let host = || self.host.clone();
+        let mut bytes = Vec::new();
+        body.as_reader().take(limit + 1).read_to_end(&mut bytes).map_err(|error| {
+            RegistryError::Unreachable { host: host(), what: error.to_string() }
+        })?;
+        if bytes.len() as u64 > limit {
+            let what = format!("{what} is larger than {limit} bytes");
+            return Err(RegistryError::Protocol { host: host(), what });
+        }
+        Ok(bytes)
+    }
+
+    fn wait(&self, tries: u32, response: Option<&Response<Body>>) {
+        let asked = response
+            .and_then(|response| response.headers().get(header::RETRY_AFTER))
+            .and_then(|value| value.to_str().ok()?.trim().parse().ok())
+            .map(Duration::from_secs);
+        let growing = self.options.pause.saturating_mul(1 << tries.min(10));
+        std::thread::sleep(asked.unwrap_or(growing).min(MAX_PAUSE));
+    }
+}
+
+impl BlobSource for Repository {
+    fn open(
+        &self,
+        blob: &Descriptor,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<Box<dyn Read + Send + '_>> {
+        if matches!(blob.media_type.as_str(), INDEX_TYPE | MANIFEST_TYPE) {
+            let fetched = self.manifest(&blob.digest.to_string())?;
+            let mut bytes = io::Cursor::new(fetched.bytes);
+            bytes.set_position(offset);
+            return Ok(Box::new(bytes.take(len)));
+        }
+        Ok(Box::new(self.blob(&blob.digest, offset..offset.saturating_add(len), blob.size)?))
+    }
+
+    fn parallel(&self) -> usize {
+        self.options.parallel.max(1)
+    }
+}
+
+fn no_body() -> io::Result<(SendBody<'static>, u64)> {
+    Ok((SendBody::from_owned_reader(io::empty()), 0))
+}
+
+fn is_transient(status: u16) -> bool {
+    matches!(status, 408 | 429 | 500 | 502 | 503 | 504)
+}
+
+/// Whether `host[:port]` is this machine.
+fn is_loopback(host: &str) -> bool {
+    let name = match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or(rest),
+        None => host.split(':').next().unwrap_or(host),
+    };
+    name == "localhost"
+        || name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// Asks without credentials whether the other side speaks TLS.
+fn speaks_tls(agent: &Agent, host: &str) -> bool {
+    agent.get(format!("https://{host}/v2/")).call().is_ok()
+}
+
+fn same_authority(a: &Uri, b: &Uri) -> bool {
+    let port = |uri: &Uri| {
+        let default = if uri.scheme_str() == Some("https") { 443 } else { 80 };
+        uri.port_u16().unwrap_or(default)
+    };
+    a.scheme() == b.scheme()
+        && port(a) == port(b)
+        && a.host().zip(b.host()).is_some_and(|(a, b)| a.eq_ignore_ascii_case(b))
+}
+
+/// A `Location` relative to where it was given.
+fn resolve(base: &Uri, location: &str) -> Option<Uri> {
+    if location.starts_with("http://") || location.starts_with("https://") {
+        return location.parse().ok();
+    }
+    let (scheme, authority) = (base.scheme_str()?, base.authority()?);
+    if location.starts_with("//") {
+        return format!("{scheme}:{location}").parse().ok();
+    }
+    location.starts_with('/').then(|| format!("{scheme}://{authority}{location}").parse().ok())?
+}
+
+fn content_range_start(response: &Response<Body>) -> Option<u64> {
+    let value = response.headers().get(header::CONTENT_RANGE)?.to_str().ok()?;
+    value.strip_prefix("bytes ")?.split('-').next()?.trim().parse().ok()
+}
+
+/// What an error answer says, after a colon; bounded and printable.
+fn detail(body: &mut Body) -> String {
+    let mut bytes = Vec::new();
+    let _ = body.as_reader().take(MAX_ANSWER_BYTES).read_to_end(&mut bytes);
+    let said: Vec<String> = serde_json::from_slice::<serde_json::Value>(&bytes)
+        .ok()
+        .and_then(|answer| answer["errors"].as_array().cloned())
+        .into_iter()
+        .flatten()
+        .take(3)
+        .map(|error| {
+            let text = |field: &str| error[field].as_str().unwrap_or_default().to_owned();
+            format!("{} {}", text("code"), text("message")).trim().to_owned()
+        })
+        .filter(|text| !text.is_empty())
+        .collect();
+    if said.is_empty() {
+        return String::new();
+    }
+    let clean: String = said.join("; ").chars().filter(|c| !c.is_control()).take(300).collect();
+    format!(": {clean}")
+}
+
+/// `application/x-www-form-urlencoded`.
+fn encode(pairs: &[(&str, &str)]) -> String {
+    let escape = |text: &str| {
+        let mut escaped = String::new();
+        for byte in text.bytes() {
+            if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~') {
+                escaped.push(char::from(byte));
+            } else {
+                escaped.push_str(&format!("%{byte:02X}"));
+            }
+        }
+        escaped
+    };
+    let pair = |(name, value): &(&str, &str)| format!("{}={}", escape(name), escape(value));
+    pairs.iter().map(pair).collect::<Vec<_>>().join("&")
+}
