@@ -58,7 +58,8 @@ pub fn lab_config(context: &Context) -> CliResult<LabConfig> {
     // Opened so that it exists, and asked for its path so that links are followed.
     let store = context.store()?;
     let root = store.root().canonicalize().map_err(|error| CliError::new(Kind::User, error))?;
-    let agent = parbake_node::programs::agent().map_err(|error| CliError::new(Kind::User, error))?;
+    let agent =
+        parbake_node::programs::agent().map_err(|error| CliError::new(Kind::User, error))?;
     Ok(LabConfig { memory_mib: LAB_MEMORY_MIB, ..LabConfig::new(root, agent) })
 }
 
