@@ -72,8 +72,9 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let store = context.store().map_err(sandbox_failure)?;
     let template = guest::find(&store, &args.template).map_err(sandbox_failure)?;
     if args.tty && !std::io::stdin().is_terminal() {
-        return Err(CliError::new(Kind::Sandbox, "standard input is not a terminal")
-            .hint("leave out -t"));
+        return Err(
+            CliError::new(Kind::Sandbox, "standard input is not a terminal").hint("leave out -t")
+        );
     }
     let request = request(args, &template)?;
     if let Place::Lab = guest::place(context).map_err(sandbox_failure)? {
@@ -93,8 +94,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
         let snapshot = snapshot(context, &store, &template, shape).map_err(sandbox_failure)?;
         (restore(&store, &template, &snapshot, &options)?, "restored")
     };
-    let client =
-        sandbox.connect().map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?;
+    let client = sandbox.connect().map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?;
     let ready = begun.elapsed();
     let mut first_exec = Duration::ZERO;
     let ended = stdio::run(client, request, || first_exec = begun.elapsed());
@@ -148,6 +148,18 @@ fn snapshot(
     let host = guest::host_class();
     if let Some((_, snapshot)) = template.snapshot(store, shape, &host).map_err(guest::classify)? {
         return Ok(snapshot);
+    }
+    for (digest, snapshot) in store.snapshots(&template.digest).map_err(guest::classify)? {
+        let mut reasons = host.unmet(&snapshot.compat);
+        let other = snapshot.machine;
+        if other != shape {
+            reasons.push(format!(
+                "it is of a machine with {} vCPU and {} MiB, not {} vCPU and {} MiB",
+                other.vcpus, other.memory_mib, shape.vcpus, shape.memory_mib
+            ));
+        }
+        let digest = digest.short();
+        context.progress.note(&format!("snapshot {digest} does not fit: {}", reasons.join("; ")));
     }
     context.progress.note(&format!(
         "{} has no snapshot for this host yet; baking it first (only this once)",
