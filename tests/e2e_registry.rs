@@ -270,7 +270,7 @@ fn a_template_travels_and_only_what_is_new_is_sent() {
     // skopeo copies it like anything else.
     let copy = other.path("copied");
     let copied = Command::new("skopeo")
-        .args(["copy", "--all", "--quiet", "--src-tls-verify=false", "--preserve-digests"])
+        .args(["copy", "--all", "--quiet", "--src-tls-verify=false"])
         .arg(format!("docker://{name}"))
         .arg(format!("oci:{}:1", copy.display()))
         .output();
@@ -309,7 +309,8 @@ fn what_is_exported_can_be_imported() {
     assert_eq!(other.json(&["ls"])[0]["name"], "team/app:7");
     let again = other.json(&["import", &slashed, "-t", "again"]);
     assert_eq!(again["digest"], digest.as_str());
-    assert!(bytes_of(&again, "reusedBytes") >= 1 << 20, "{again}");
+    // It was all here.
+    assert!(bytes_of(&again, "fetchedBytes") < 64 << 10, "{again}");
 
     other.fails(&["import", "/no/such/file"], 3, &["/no/such/file"]);
     other.fails(&["import", file, "--reference", "nope"], 3, &["--reference"]);

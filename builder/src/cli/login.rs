@@ -20,7 +20,7 @@ const MAX_PASSWORD: u64 = 64 * 1024;
 pub struct Args {
     /// The registry: HOST[:PORT]
     #[arg(value_name = "HOST")]
-    host: String,
+    registry_host: String,
     /// The user
     #[arg(short, long, value_name = "NAME")]
     username: Option<String>,
@@ -36,7 +36,7 @@ pub struct Args {
 pub struct LogoutArgs {
     /// The registry: HOST[:PORT]
     #[arg(value_name = "HOST")]
-    host: String,
+    registry_host: String,
     /// Registry credentials, instead of the usual places
     #[arg(long, value_name = "FILE")]
     authfile: Option<std::path::PathBuf>,
@@ -44,7 +44,7 @@ pub struct LogoutArgs {
 
 /// Signs in.
 pub fn run(context: &Context, args: &Args) -> CliResult {
-    check_host(&args.host)?;
+    check_host(&args.registry_host)?;
     let user = match &args.username {
         Some(user) => user.clone(),
         None if args.password_stdin || !std::io::stdin().is_terminal() => {
@@ -77,37 +77,42 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         retries: 1,
         ..args.registry.options()
     };
-    Repository::sign_in(&trial, &args.host).map_err(|error| match error {
+    Repository::sign_in(&trial, &args.registry_host).map_err(|error| match error {
         RegistryError::Unauthorized { .. } => CliError::new(
             Kind::Registry,
-            format!("{} does not accept this user and password", args.host),
+            format!("{} does not accept this user and password", args.registry_host),
         ),
         error => remote::registry_error(error),
     })?;
-    credentials.login(&args.host, &credential).map_err(remote::credential_error)?;
+    credentials.login(&args.registry_host, &credential).map_err(remote::credential_error)?;
     let file = credentials.login_file();
     if file.is_none() {
         return Err(CliError::new(Kind::User, "there is no place to keep credentials in")
             .hint("--authfile FILE, REGISTRY_AUTH_FILE or HOME names one"));
     }
     if context.json() {
-        return output::json(&json!({ "host": args.host, "user": user, "file": file }));
+        return output::json(&json!({ "host": args.registry_host, "user": user, "file": file }));
     }
-    output::line(&format!("signed in to {} as {user}", args.host))
+    output::line(&format!("signed in to {} as {user}", args.registry_host))
 }
 
 /// Forgets.
 pub fn logout(context: &Context, args: &LogoutArgs) -> CliResult {
-    check_host(&args.host)?;
+    check_host(&args.registry_host)?;
     let credentials = Credentials::from_environment(args.authfile.as_deref());
-    let known = credentials.logout(&args.host).map_err(remote::credential_error)?;
+    let known = credentials.logout(&args.registry_host).map_err(remote::credential_error)?;
     if !known {
-        return Err(CliError::new(Kind::NotFound, format!("not signed in to {}", args.host)));
+        return Err(CliError::new(
+            Kind::NotFound,
+            format!("not signed in to {}", args.registry_host),
+        ));
     }
     if context.json() {
-        return output::json(&json!({ "host": args.host, "file": credentials.login_file() }));
+        return output::json(
+            &json!({ "host": args.registry_host, "file": credentials.login_file() }),
+        );
     }
-    output::line(&format!("signed out of {}", args.host))
+    output::line(&format!("signed out of {}", args.registry_host))
 }
 
 fn check_host(host: &str) -> CliResult {

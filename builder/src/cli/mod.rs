@@ -220,4 +220,22 @@ mod tests {
     fn the_command_line_is_consistent() {
         super::command().debug_assert();
     }
+
+    /// Global options and a verb's own share one space of names, which only parsing shows.
+    #[test]
+    fn verbs_do_not_take_the_global_options_names() {
+        use clap::Parser;
+        let command = super::command();
+        let mut globals: Vec<String> =
+            command.get_arguments().map(|argument| argument.get_id().to_string()).collect();
+        globals.retain(|name| name != "help" && name != "version");
+        assert!(globals.contains(&"host".to_owned()), "{globals:?}");
+        for verb in command.get_subcommands() {
+            for argument in verb.get_arguments() {
+                let name = argument.get_id().to_string();
+                assert!(!globals.contains(&name), "{}: {name}", verb.get_name());
+            }
+        }
+        assert!(super::Cli::try_parse_from(["parbake", "logout", "localhost:5000"]).is_ok());
+    }
 }
