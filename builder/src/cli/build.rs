@@ -82,9 +82,15 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
     let free_bytes = args.free << 20;
 
     if let Some(out) = &args.output {
-        let report =
-            assemble::build_rootfs(&image, out, free_bytes, &cancel, |text| step.update(text), warn)
-                .map_err(build_error)?;
+        let report = assemble::build_rootfs(
+            &image,
+            out,
+            free_bytes,
+            &cancel,
+            |text| step.update(text),
+            warn,
+        )
+        .map_err(build_error)?;
         step.done(format!("{} in {}", bytes(report.filesystem.size), out.display()));
         if args.tag.is_empty() {
             return if context.json() {
