@@ -171,7 +171,7 @@ struct RootMount {
 
 /// The topmost mount at `/` (proc_pid_mountinfo(5)).
 fn root_mount(mountinfo: &str) -> Option<RootMount> {
-    let mounts = mountinfo.lines().filter_map(|line| {
+    let mut mounts = mountinfo.lines().rev().filter_map(|line| {
         let (fields, rest) = line.split_once(" - ")?;
         let fields: Vec<&str> = fields.split(' ').collect();
         let rest: Vec<&str> = rest.split(' ').collect();
@@ -183,7 +183,7 @@ fn root_mount(mountinfo: &str) -> Option<RootMount> {
             read_only: read_only(fields.get(5)?) || read_only(rest.get(2)?),
         })
     });
-    mounts.last()
+    mounts.next()
 }
 
 /// The guest's wall clock: what has passed since its boot, plus how far the wall clock is from
@@ -374,7 +374,8 @@ mod tests {
     #[test]
     fn each_fault_fails_its_own_check() {
         assert_eq!(failed(&seen(1), &seen(2)), Vec::<&str>::new());
-        let cases: [(&str, fn(&mut Seen)); 9] = [
+        type Spoil = fn(&mut Seen);
+        let cases: [(&str, Spoil); 9] = [
             ("ready", |seen| seen.frozen = true),
             ("random", |seen| seen.random[3] = "1-0".to_owned()),
             ("random", |seen| seen.random.truncate(1)),
