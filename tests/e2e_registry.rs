@@ -267,6 +267,13 @@ fn a_template_travels_and_only_what_is_new_is_sent() {
     let sizes = other.json(&["inspect", "--size", &digest]);
     assert!(sizes["layers"][0]["cost"]["liveBytes"].as_u64().unwrap() >= 6 << 20, "{sizes}");
 
+    // Lazily, into an empty store: the same template, and known when it was usable.
+    let lazy = Home::new().unwrap();
+    let pulled = lazy.json(&["pull", "--lazy", &name]);
+    assert_eq!(pulled["digest"], digest.as_str());
+    assert!(bytes_of(&pulled, "usableBytes") < bytes_of(&pulled, "fetchedBytes"), "{pulled}");
+    assert_eq!(lazy.ok(&["verify", &name]), "clean");
+
     // skopeo copies it like anything else.
     let copy = other.path("copied");
     let copied = Command::new("skopeo")

@@ -20,6 +20,7 @@ mod output;
 mod progress;
 mod prune;
 mod pull;
+mod pull_lazily;
 mod push;
 mod remote;
 mod rm;

@@ -10,7 +10,7 @@ use super::error::{CliError, CliResult, Kind};
 use super::guest::{self, Place};
 use super::progress::bytes;
 use super::remote::{self, Arrivals, RegistryArgs};
-use super::{Context, HostChoice, output};
+use super::{Context, HostChoice, output, pull_lazily};
 
 /// Fetch a template from a registry
 ///
@@ -30,6 +30,10 @@ pub struct Args {
     /// No snapshots; bake here
     #[arg(long)]
     no_snapshots: bool,
+    /// First what every sandbox needs at once, in the order it is touched, then the rest; tells
+    /// after how many bytes the template was usable
+    #[arg(long)]
+    lazy: bool,
     /// Give the template this name, too
     #[arg(short, long, value_name = "NAME")]
     tag: Vec<TemplateName>,
@@ -51,6 +55,10 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
     let name: TemplateName = text.parse().map_err(|error| CliError::new(Kind::Usage, error))?;
     let store = context.store()?;
     let choice = choice(context, args)?;
+    if args.lazy {
+        let options = args.registry.options();
+        return pull_lazily::run(context, &store, &name, pinned, &options, &choice, &args.tag);
+    }
     let arrivals = Arrivals::new(context.progress.step(format!("pull {name}")));
     let report = store
         .pull(&name, pinned.as_ref(), &args.registry.options(), &choice, &|event: InstallEvent| {
