@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parbake_builder::assemble;
-use parbake_builder::image::{self, ImageOptions, ImageSource};
 use parbake_builder::bake::{self, BakeOptions, Baked};
+use parbake_builder::image::{self, ImageOptions, ImageSource};
 use parbake_builder::template::Template;
 use parbake_cache::Store;
 use parbake_cache::template::{MachineShape, SnapshotManifest};

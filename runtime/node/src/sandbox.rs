@@ -344,7 +344,8 @@ impl Sandbox {
                         StopReason::Crash => "its processor stopped",
                         StopReason::Quit => "it was ended",
                     };
-                    let detail = if detail.is_empty() { String::new() } else { format!(": {detail}") };
+                    let detail =
+                        if detail.is_empty() { String::new() } else { format!(": {detail}") };
                     return Err(self.ended(format!("{how}{detail}")));
                 }
                 Ok(event) => return Ok(event),
@@ -366,7 +367,8 @@ impl Sandbox {
 
     /// An agent that stops answering often means a machine that is gone; that says more.
     fn blame(&mut self, error: ClientError) -> SandboxError {
-        let options = SandboxOptions { ready_timeout: Duration::from_millis(100), ..Default::default() };
+        let options =
+            SandboxOptions { ready_timeout: Duration::from_millis(100), ..Default::default() };
         match self.next_event(Instant::now(), &options) {
             Err(ended @ (SandboxError::GuestEnded { .. } | SandboxError::Monitor(_))) => ended,
             _ => SandboxError::Agent(error),
