@@ -3,6 +3,7 @@
 
 pub mod assemble;
 pub mod bake;
+pub mod contents;
 pub mod execute;
 pub mod ext4;
 pub mod flatten;

@@ -1,7 +1,7 @@
 //! Templates in the store: reading one with its kernel, and the files a guest needs from it.
 
 use parbake_cache::template::{
-    KernelBundle, MachineShape, SCHEMA_VERSION, SnapshotManifest, TemplateManifest,
+    CompatContract, KernelBundle, MachineShape, SCHEMA_VERSION, SnapshotManifest, TemplateManifest,
 };
 use parbake_cache::{Digest, Store, StoreError, TemplateName};
 use parbake_node::sandbox::{BootFiles, RestoreFiles};
@@ -150,11 +150,25 @@ impl HostClass {
     /// Whether a snapshot with this contract can be restored here. The monitor checks the CPU's
     /// features once more, against what KVM really offers.
     #[must_use]
-    pub fn can_restore(&self, compat: &parbake_cache::template::CompatContract) -> bool {
-        compat.architecture == "amd64"
-            && compat.cpu_vendor == self.cpu_vendor
-            && compat.kvm_kind == self.kvm_kind
-            && compat.state_version == self.state_version
-            && compat.agent_protocol == self.agent_protocol
+    pub fn can_restore(&self, compat: &CompatContract) -> bool {
+        self.unmet(compat).is_empty()
+    }
+
+    /// Why a snapshot with this contract cannot be restored here; empty when it can.
+    #[must_use]
+    pub fn unmet(&self, compat: &CompatContract) -> Vec<String> {
+        let mut reasons = Vec::new();
+        let mut same = |what: &str, needs: &dyn std::fmt::Display, has: &dyn std::fmt::Display| {
+            let (needs, has) = (needs.to_string(), has.to_string());
+            if needs != has {
+                reasons.push(format!("it needs {what} {needs} and this host has {has}"));
+            }
+        };
+        same("architecture", &compat.architecture, &"amd64");
+        same("CPU vendor", &compat.cpu_vendor, &self.cpu_vendor);
+        same("virtualization", &compat.kvm_kind, &self.kvm_kind);
+        same("state format", &compat.state_version, &self.state_version);
+        same("agent protocol", &compat.agent_protocol, &self.agent_protocol);
+        reasons
     }
 }

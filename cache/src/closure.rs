@@ -47,6 +47,15 @@ impl Store {
         Ok(())
     }
 
+    /// All objects that `roots` lead to, themselves and the snapshots of templates among them
+    /// included, whether they are here or not.
+    ///
+    /// # Errors
+    /// When a document cannot be read.
+    pub fn closure(&self, roots: &[Digest]) -> Result<HashSet<Digest>, StoreError> {
+        Ok(self.reach(roots.iter().copied(), true)?.0)
+    }
+
     /// All that `roots` lead to, including themselves and, when `with_snapshots`, the snapshots of
     /// templates among it; and what is missing, with who needs it.
     pub(crate) fn reach(

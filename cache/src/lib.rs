@@ -33,6 +33,7 @@ pub mod pagemap;
 pub mod publish;
 mod reference;
 pub mod registry;
+mod sign_in;
 pub mod store;
 pub mod template;
 pub mod transport;

@@ -107,6 +107,23 @@ pub struct LayerRecord {
     /// What made the layer, as its history entry says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_by: Option<String>,
+    /// What it costs in the root filesystem; absent where nobody measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cost: Option<LayerCost>,
+}
+
+/// What one layer costs in the finished root filesystem. Depends on nothing but the layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct LayerCost {
+    /// Bytes of its file contents that are still there, in whole blocks.
+    pub live_bytes: u64,
+    /// Bytes written for files of its that a higher layer hid or replaced, in whole blocks.
+    pub hidden_bytes: u64,
+    /// Its files, directories and other nodes that are still there.
+    pub live_nodes: u64,
+    /// Entries in its tar.
+    pub entries: u64,
 }
 
 /// A kernel ready to boot: the unpacked ELF, the initramfs, and where both came from.

@@ -187,8 +187,11 @@ fn bare(mut config: ArtifactConfig) -> ArtifactConfig {
     ArtifactConfig { snapshot: None, machine: None, compat: None, working_set: None, ..config }
 }
 
-/// The manifests behind a descriptor.
-pub(crate) fn manifests(
+/// The manifests behind a descriptor: those of an index that are of variants, or it itself.
+///
+/// # Errors
+/// When the index cannot be had, or is none of a template.
+pub fn manifests(
     source: &dyn BlobSource,
     root: &Descriptor,
     what: &str,

@@ -6,6 +6,8 @@
 //! Everything is written into a staging directory of the store; the snapshot exists only once its
 //! manifest, which names all three parts by digest, is in the store.
 
+pub mod gate;
+
 use std::time::{Duration, Instant};
 
 use parbake_cache::template::{

@@ -46,6 +46,11 @@ impl ShapeArgs {
             memory_mib: self.memory.unwrap_or(base.memory_mib),
         }
     }
+
+    /// The shape, if it was asked for completely.
+    pub fn wanted(self) -> Option<MachineShape> {
+        Some(MachineShape { vcpus: self.cpus?, memory_mib: self.memory? })
+    }
 }
 
 /// Bakes here or in the lab.

@@ -32,7 +32,7 @@ pub enum Place {
 /// Decides where guests run.
 pub fn place(context: &Context) -> CliResult<Place> {
     let choice = match context.global.host {
-        _ if std::env::var_os(IN_LAB).is_some() => return Ok(Place::Here),
+        _ if is_lab() => return Ok(Place::Here),
         HostChoice::Auto => parbake_host::HostChoice::Auto,
         HostChoice::Kvm => return Ok(Place::Here),
         HostChoice::Lab => parbake_host::HostChoice::Lab,
@@ -85,12 +85,31 @@ pub fn in_lab(context: &Context) -> CliResult<u8> {
 
 /// Runs this very command line in the lab, with a terminal or standard input if wanted.
 pub fn in_lab_with(context: &Context, tty: bool, stdin: bool) -> CliResult<u8> {
+    send_to_lab(context, std::env::args_os().skip(1), tty, stdin)
+}
+
+/// Runs this program in the lab with other arguments.
+pub fn in_lab_as(context: &Context, arguments: &[&str]) -> CliResult<u8> {
+    send_to_lab(context, arguments.iter().map(Into::into), false, false)
+}
+
+/// Whether this is the lab already.
+pub fn is_lab() -> bool {
+    std::env::var_os(IN_LAB).is_some()
+}
+
+fn send_to_lab(
+    context: &Context,
+    arguments: impl Iterator<Item = std::ffi::OsString>,
+    tty: bool,
+    stdin: bool,
+) -> CliResult<u8> {
     let lab = lab(context)?;
     let internal = |error: std::io::Error| CliError::new(Kind::Internal, error);
     // Programs are taken from the machine as it is now, not as it was when the lab started.
     let program = lab.host_path(&std::env::current_exe().map_err(internal)?);
     let mut argv = vec![program.as_os_str().as_bytes().to_vec()];
-    argv.extend(std::env::args_os().skip(1).map(|word| word.as_bytes().to_vec()));
+    argv.extend(arguments.map(|word| word.as_bytes().to_vec()));
     let mut request = ExecRequest::new(argv);
     request.cwd = std::env::current_dir().map_err(internal)?.as_os_str().as_bytes().to_vec();
     request.stdin = stdin;
@@ -133,8 +152,7 @@ pub fn sandbox_options(context: &Context) -> CliResult<SandboxOptions> {
     interrupt::watch();
     // A guest's writes go beside the store, where there is room, not into memory; but not through
     // the lab's file server, which is slower than the lab's memory.
-    let in_lab = std::env::var_os(IN_LAB).is_some();
-    let scratch = if in_lab { None } else { Some(context.store()?.root().to_owned()) };
+    let scratch = if is_lab() { None } else { Some(context.store()?.root().to_owned()) };
     Ok(SandboxOptions { scratch, cancelled: Some(interrupt::asked), ..Default::default() })
 }
 
@@ -144,6 +162,11 @@ pub fn find(store: &Store, name: &str) -> CliResult<Template> {
         TemplateError::Store(error) => store_error(error),
         error => CliError::new(Kind::User, error),
     })
+}
+
+/// Finds a template's digest without reading it: it may be damaged.
+pub fn find_digest(store: &Store, name: &str) -> CliResult<parbake_cache::Digest> {
+    store.resolve(name).map(|(_, digest)| digest).map_err(store_error)
 }
 
 /// A store's failure, with its exit code.

@@ -4,11 +4,20 @@ use serde_json::json;
 
 use super::error::{Classify, CliResult, Kind};
 use super::progress::bytes;
-use super::{Context, guest, output};
+use super::{Context, guest, output, size};
 
 /// Show everything known about a template
 #[derive(Debug, clap::Args)]
 pub struct Args {
+    /// Show which layers and which paths cost what instead
+    #[arg(long)]
+    size: bool,
+    /// With --size: how many components of a path are told apart
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=16))]
+    depth: u8,
+    /// With --size: how many paths and files are shown
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    top: u16,
     /// The template: a name or a digest
     #[arg(value_name = "TEMPLATE")]
     template: String,
@@ -18,6 +27,15 @@ pub struct Args {
 pub fn run(context: &Context, args: &Args) -> CliResult {
     let store = context.store()?;
     let template = guest::find(&store, &args.template)?;
+    if args.size {
+        return size::run(
+            context,
+            &store,
+            &template,
+            usize::from(args.depth),
+            usize::from(args.top),
+        );
+    }
     let snapshots = store.snapshots(&template.digest).kind(Kind::User)?;
     if context.json() {
         return output::json(&json!({

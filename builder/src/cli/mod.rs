@@ -2,20 +2,34 @@
 
 mod bake;
 mod build;
+mod df;
+mod diff;
 mod doctor;
 mod error;
+mod export;
 mod guest;
+mod history;
+mod import;
 mod inspect;
 mod interrupt;
 mod kernel;
 mod lab;
+mod login;
 mod ls;
 mod output;
 mod progress;
+mod prune;
+mod pull;
+mod pull_lazily;
+mod push;
+mod remote;
 mod rm;
 mod run;
 mod shell;
+mod size;
 mod stdio;
+mod tag;
+mod verify;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -45,7 +59,7 @@ struct Cli {
 }
 
 /// Options of every verb.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Clone, clap::Args)]
 pub struct Global {
     /// Where templates, snapshots and kernels are kept
     #[arg(long, global = true, env = "PARBAKE_STORE", value_name = "DIR")]
@@ -98,6 +112,18 @@ enum Verb {
     Ls(ls::Args),
     Inspect(inspect::Args),
     Rm(rm::Args),
+    Tag(tag::Args),
+    History(history::Args),
+    Diff(diff::Args),
+    Push(push::Args),
+    Pull(pull::Args),
+    Export(export::Args),
+    Import(import::Args),
+    Login(login::Args),
+    Logout(login::LogoutArgs),
+    Verify(verify::Args),
+    Prune(prune::Args),
+    Df(df::Args),
     Kernel(kernel::Args),
     Lab(lab::Args),
     Doctor(doctor::Args),
@@ -129,6 +155,13 @@ impl Context {
     pub fn store_root(&self) -> PathBuf {
         let root = self.global.store.clone().unwrap_or_else(Store::default_root);
         std::path::absolute(&root).unwrap_or(root)
+    }
+
+    /// The same, for a part of a verb whose results are not the verb's.
+    pub fn silent(&self) -> Self {
+        let global = Global { quiet: true, format: Format::Text, ..self.global.clone() };
+        let mode = if self.global.quiet { Mode::Quiet } else { self.global.progress };
+        Self { progress: Progress::new(mode), global }
     }
 
     /// Whether results are JSON.
@@ -166,6 +199,18 @@ fn run_verb(context: &Context, verb: &Verb) -> Result<u8, CliError> {
         Verb::Ls(args) => ls::run(context, args).map(|()| 0),
         Verb::Inspect(args) => inspect::run(context, args).map(|()| 0),
         Verb::Rm(args) => rm::run(context, args).map(|()| 0),
+        Verb::Tag(args) => tag::run(context, args).map(|()| 0),
+        Verb::History(args) => history::run(context, args).map(|()| 0),
+        Verb::Diff(args) => diff::run(context, args),
+        Verb::Push(args) => push::run(context, args).map(|()| 0),
+        Verb::Pull(args) => pull::run(context, args).map(|()| 0),
+        Verb::Export(args) => export::run(context, args).map(|()| 0),
+        Verb::Import(args) => import::run(context, args).map(|()| 0),
+        Verb::Login(args) => login::run(context, args).map(|()| 0),
+        Verb::Logout(args) => login::logout(context, args).map(|()| 0),
+        Verb::Verify(args) => verify::run(context, args),
+        Verb::Prune(args) => prune::run(context, args).map(|()| 0),
+        Verb::Df(args) => df::run(context, args).map(|()| 0),
         Verb::Kernel(args) => kernel::run(context, args).map(|()| 0),
         Verb::Lab(args) => lab::run(context, args),
         Verb::Doctor(args) => doctor::run(context, args),
@@ -184,5 +229,23 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         super::command().debug_assert();
+    }
+
+    /// Global options and a verb's own share one space of names, which only parsing shows.
+    #[test]
+    fn verbs_do_not_take_the_global_options_names() {
+        use clap::Parser;
+        let command = super::command();
+        let mut globals: Vec<String> =
+            command.get_arguments().map(|argument| argument.get_id().to_string()).collect();
+        globals.retain(|name| name != "help" && name != "version");
+        assert!(globals.contains(&"host".to_owned()), "{globals:?}");
+        for verb in command.get_subcommands() {
+            for argument in verb.get_arguments() {
+                let name = argument.get_id().to_string();
+                assert!(!globals.contains(&name), "{}: {name}", verb.get_name());
+            }
+        }
+        assert!(super::Cli::try_parse_from(["parbake", "logout", "localhost:5000"]).is_ok());
     }
 }

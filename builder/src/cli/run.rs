@@ -149,6 +149,18 @@ fn snapshot(
     if let Some((_, snapshot)) = template.snapshot(store, shape, &host).map_err(guest::classify)? {
         return Ok(snapshot);
     }
+    for (digest, snapshot) in store.snapshots(&template.digest).map_err(guest::classify)? {
+        let mut reasons = host.unmet(&snapshot.compat);
+        let other = snapshot.machine;
+        if other != shape {
+            reasons.push(format!(
+                "it is of a machine with {} vCPU and {} MiB, not {} vCPU and {} MiB",
+                other.vcpus, other.memory_mib, shape.vcpus, shape.memory_mib
+            ));
+        }
+        let digest = digest.short();
+        context.progress.note(&format!("snapshot {digest} does not fit: {}", reasons.join("; ")));
+    }
     context.progress.note(&format!(
         "{} has no snapshot for this host yet; baking it first (only this once)",
         template.label()

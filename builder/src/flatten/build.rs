@@ -134,7 +134,7 @@ pub fn write(
     events: &mut dyn FnMut(Event),
 ) -> Result<BuildReport, BuildError> {
     let flattened = flatten(image, out, &options.flatten, events)?;
-    let Flattened { tree, area, layers, attribution } = flattened;
+    let Flattened { tree, area, mut layers, attribution } = flattened;
     let uuid = identity(b"uuid", &layers);
     let filesystem = ext4::finish(
         out,
@@ -151,6 +151,14 @@ pub fn write(
         },
     )?;
     let (layer_costs, paths) = costs(&attribution, &tree, options);
+    for (layer, cost) in layers.iter_mut().zip(&layer_costs) {
+        layer.cost = Some(parbake_cache::template::LayerCost {
+            live_bytes: cost.live_bytes,
+            hidden_bytes: cost.hidden_bytes(),
+            live_nodes: cost.live_nodes,
+            entries: cost.input.entries,
+        });
+    }
     Ok(BuildReport { filesystem, uuid, layers, layer_costs, paths })
 }
 

@@ -164,6 +164,8 @@ fn run<'scope>(
             diff_id: outcome.diff_id.to_string(),
             size: outcome.tar_size,
             created_by: layer.created_by().map(str::to_owned),
+            // Known once all layers are.
+            cost: None,
         });
     }
     let Applier { overlay, data, .. } = applier;

@@ -84,6 +84,30 @@ pub fn host_vendor() -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
+/// The feature words that snapshots may need of this host, KVM's own bits included; complete, so
+/// that what is not in it is not offered.
+#[must_use]
+pub fn offered_features() -> std::collections::BTreeMap<String, u32> {
+    // All that `state::feature_words` records.
+    const WORDS: [&str; 13] = [
+        "1.ecx",
+        "1.edx",
+        "7.0.ebx",
+        "7.0.ecx",
+        "7.0.edx",
+        "7.1.eax",
+        "7.1.edx",
+        "d.0.eax",
+        "d.1.eax",
+        "80000001.ecx",
+        "80000001.edx",
+        "80000008.ebx",
+        "80000021.eax",
+    ];
+    let offered = |name: &str| host_word(name).map_or(u32::MAX, |(host, own)| host | own);
+    WORDS.iter().map(|name| ((*name).to_owned(), offered(name))).collect()
+}
+
 /// The host's feature word, and the bits KVM provides without the processor's help.
 fn host_word(name: &str) -> Option<(u32, u32)> {
     use std::arch::x86_64::{__cpuid, __cpuid_count};

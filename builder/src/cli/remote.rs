@@ -1,0 +1,169 @@
+//! Registries: what `push`, `pull`, `login` and `verify --repair` have in common.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+use parbake_cache::artifact::ArtifactError;
+use parbake_cache::credentials::{CredentialError, Credentials};
+use parbake_cache::install::{InstallError, InstallEvent};
+use parbake_cache::publish::PublishError;
+use parbake_cache::registry::{RegistryError, RegistryOptions};
+use parbake_cache::template::CompatContract;
+use parbake_cache::transport::TransportError;
+use parbake_protocol::agent::AGENT_PROTOCOL;
+use parbake_vmm::snapshot::contract;
+use parbake_vmm::snapshot::state::STATE_VERSION;
+
+use super::error::{CliError, Kind};
+use super::guest;
+use super::progress::{Step, bytes};
+
+/// How to reach registries.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct RegistryArgs {
+    /// Speak plain HTTP to this registry; may be given again (loopback needs no permission)
+    #[arg(long, visible_alias = "plain-http", value_name = "HOST[:PORT]")]
+    pub insecure_registry: Vec<String>,
+    /// Registry credentials, instead of the usual places
+    #[arg(long, value_name = "FILE")]
+    pub authfile: Option<PathBuf>,
+}
+
+impl RegistryArgs {
+    /// As the transport wants it.
+    pub fn options(&self) -> RegistryOptions {
+        RegistryOptions {
+            credentials: self.credentials(),
+            plain_http: self.insecure_registry.clone(),
+            ..RegistryOptions::default()
+        }
+    }
+
+    /// Where credentials are kept.
+    pub fn credentials(&self) -> Credentials {
+        Credentials::from_environment(self.authfile.as_deref())
+    }
+}
+
+/// What snapshots that are to be restored on this very machine may need.
+pub fn offers() -> CompatContract {
+    CompatContract {
+        architecture: "amd64".to_owned(),
+        cpu_vendor: contract::host_vendor(),
+        cpu_features: contract::offered_features(),
+        kvm_kind: contract::kvm_kind().to_owned(),
+        state_version: STATE_VERSION,
+        agent_protocol: AGENT_PROTOCOL,
+        page_size: 4096,
+    }
+}
+
+/// Counts what arrives, for the progress.
+pub struct Arrivals {
+    state: Mutex<(Step, u64, u64)>,
+}
+
+impl Arrivals {
+    /// Counts for `step`.
+    pub fn new(step: Step) -> Self {
+        Self { state: Mutex::new((step, 0, 0)) }
+    }
+
+    /// Takes note of an event; several threads may do so.
+    pub fn on(&self, event: &InstallEvent) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (step, planned, fetched) = &mut *state;
+        match event {
+            InstallEvent::Planned { fetch_bytes, .. } => *planned += fetch_bytes,
+            InstallEvent::Fetched { bytes } => *fetched += bytes,
+            _ => {}
+        }
+        // Documents and indexes come on top of what was planned.
+        step.update(format!("{} of about {}", bytes(*fetched), bytes((*planned).max(*fetched))));
+    }
+
+    /// The step, to be ended.
+    pub fn into_step(self) -> Step {
+        self.state.into_inner().unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// A registry's failure.
+pub fn registry_error(error: RegistryError) -> CliError {
+    match &error {
+        RegistryError::NotFound { .. } => CliError::new(Kind::NotFound, error),
+        RegistryError::Credentials(_) | RegistryError::Local { .. } => {
+            CliError::new(Kind::User, error)
+        }
+        RegistryError::Denied { host, .. } => {
+            let hint = format!("`parbake login {host}` signs in as another user");
+            CliError::new(Kind::Registry, error).hint(hint)
+        }
+        RegistryError::Unreachable { .. } => CliError::new(Kind::Registry, error)
+            .hint("what has arrived is kept: the same command goes on where this one stopped"),
+        RegistryError::Plain { host } => {
+            let hint = format!("--insecure-registry {host} speaks to it without TLS");
+            CliError::new(Kind::Registry, error).hint(hint)
+        }
+        _ => CliError::new(Kind::Registry, error),
+    }
+}
+
+/// The failure of a push or a pull.
+pub fn transport_error(error: TransportError) -> CliError {
+    match error {
+        TransportError::NoRegistry(_) => CliError::new(Kind::Usage, error)
+            .hint("`parbake tag` gives a template a second name, with a registry's host in it"),
+        TransportError::Registry(error) => registry_error(error),
+        TransportError::Store(error)
+        | TransportError::Publish(PublishError::Store(error))
+        | TransportError::Install(InstallError::Store(error)) => guest::store_error(error),
+        TransportError::Artifact(error)
+        | TransportError::Publish(PublishError::Artifact(error))
+        | TransportError::Install(InstallError::Artifact(error)) => artifact_error(error),
+        TransportError::Install(error) => install_error(error),
+        error => CliError::new(Kind::User, error),
+    }
+}
+
+/// An installation's failure.
+pub fn install_error(error: InstallError) -> CliError {
+    match error {
+        InstallError::Store(error) => guest::store_error(error),
+        InstallError::Artifact(error) => artifact_error(error),
+        InstallError::Fetch { digest, source } => {
+            // The registry's own error is inside, with what it is about.
+            let kind = match source.get_ref().and_then(|inner| inner.downcast_ref()) {
+                Some(RegistryError::NotFound { .. }) => Kind::NotFound,
+                Some(_) => Kind::Registry,
+                None if source.kind() == std::io::ErrorKind::NotFound => Kind::NotFound,
+                None => Kind::User,
+            };
+            let failure = CliError::new(kind, InstallError::Fetch { digest, source });
+            match kind {
+                Kind::Registry => failure.hint(
+                    "what has arrived is kept: the same command goes on where this one stopped",
+                ),
+                _ => failure,
+            }
+        }
+        error => CliError::new(Kind::User, error),
+    }
+}
+
+/// An artifact that cannot be used.
+pub fn artifact_error(error: ArtifactError) -> CliError {
+    let kind = match &error {
+        ArtifactError::NotATemplate { .. }
+        | ArtifactError::Newer { .. }
+        | ArtifactError::UnknownFeature(_) => Kind::User,
+        // All else contradicts a digest or a bound.
+        _ => Kind::Refused,
+    };
+    CliError::new(kind, error)
+}
+
+/// The failure of a credential file or helper.
+pub fn credential_error(error: CredentialError) -> CliError {
+    CliError::new(Kind::User, error)
+}

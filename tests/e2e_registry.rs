@@ -1,0 +1,681 @@
+//! Templates on the road, through the `parbake` program: push, pull, export, import, and the
+//! store's upkeep, against Debian's docker-registry and with skopeo.
+//!
+//! Needs `PARBAKE_BIN` (a directory with the programs of one build) and `PARBAKE_IMAGE` (an OCI
+//! layout); `make e2e` sets both.
+#![forbid(unsafe_code)]
+
+use std::fs;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use parbake_cache::template::{
+    CompatContract, MachineShape, ObjectRef, SCHEMA_VERSION, SnapshotManifest,
+};
+use parbake_cache::{Digest, Store};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A home with a store, its own credentials, and the programs.
+struct Home {
+    bin: PathBuf,
+    image: PathBuf,
+    directory: TempDir,
+}
+
+impl Home {
+    fn new() -> Option<Self> {
+        let (Some(bin), Some(image)) =
+            (std::env::var_os("PARBAKE_BIN"), std::env::var_os("PARBAKE_IMAGE"))
+        else {
+            println!("skipped: PARBAKE_BIN and PARBAKE_IMAGE are not set (use `make e2e`)");
+            return None;
+        };
+        let directory = tempfile::Builder::new().prefix("parbake-road.").tempdir().unwrap();
+        Some(Self { bin: bin.into(), image: image.into(), directory })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(self.bin.join("parbake"));
+        command.args(arguments).env("PARBAKE_STORE", self.path("store"));
+        command.env("REGISTRY_AUTH_FILE", self.path("auth.json"));
+        for name in ["PARBAKE_HOST", "PARBAKE_PROGRESS", "SOURCE_DATE_EPOCH"] {
+            command.env_remove(name);
+        }
+        command.stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    fn ok(&self, arguments: &[&str]) -> String {
+        succeeded(self.run(arguments), &format!("{arguments:?}"))
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        let text = self.ok(&[&["--format", "json"], arguments].concat());
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{arguments:?}: {error}: {text}"))
+    }
+
+    /// Demands this exit code, an error line, and every one of these words on stderr.
+    fn fails(&self, arguments: &[&str], code: i32, words: &[&str]) {
+        failed(&self.run(arguments), &format!("{arguments:?}"), code, words);
+    }
+
+    fn store(&self) -> Store {
+        Store::open(&self.path("store")).unwrap()
+    }
+
+    /// A template of a directory with these files.
+    fn build(&self, name: &str, files: &[(&str, &[u8])]) -> String {
+        let root = self.path(&format!("root-{}", name.replace([':', '/'], "-")));
+        for (path, content) in files {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, content).unwrap();
+        }
+        self.ok(&["build", "--from", &format!("dir:{}", root.display()), "--free", "8", "-t", name])
+    }
+}
+
+fn succeeded(output: Output, what: &str) -> String {
+    assert!(
+        output.status.success(),
+        "{what} ended with {:?}: {}",
+        output.status.code(),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+fn failed(output: &Output, what: &str, code: i32, words: &[&str]) {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{what}: {stderr}");
+    assert!(stderr.contains("error: "), "{what}: no error line: {stderr}");
+    for word in words {
+        assert!(stderr.contains(word), "{what}: {word:?} is not in: {stderr}");
+    }
+}
+
+/// Debian's docker-registry on loopback, until dropped.
+struct Registry {
+    child: Child,
+    host: String,
+}
+
+impl Registry {
+    fn start(directory: &Path, password: bool) -> Option<Self> {
+        fs::create_dir_all(directory).unwrap();
+        // Whoever takes the port in between makes the registry end, and the test say so.
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let host = format!("127.0.0.1:{port}");
+        let mut config = format!(
+            "version: 0.1\nlog:\n  accesslog:\n    disabled: true\n  level: error\nstorage:\n  \
+             filesystem:\n    rootdirectory: {}\n  delete:\n    enabled: true\nhttp:\n  addr: {host}\n",
+            directory.join("data").display()
+        );
+        if password {
+            // bcrypt of "secret", at the lowest cost.
+            let hash = "$2b$05$abcdefghijklmnopqrstuuOQiyCxlgf/oeuTqixKmWdcYUh4Hjl0a";
+            fs::write(directory.join("htpasswd"), format!("baker:{hash}\n")).unwrap();
+            config += &format!(
+                "auth:\n  htpasswd:\n    realm: test\n    path: {}\n",
+                directory.join("htpasswd").display()
+            );
+        }
+        let file = directory.join("registry.yml");
+        fs::write(&file, config).unwrap();
+        let log = fs::File::create(directory.join("registry.log")).unwrap();
+        let child = Command::new("docker-registry")
+            .arg("serve")
+            .arg(&file)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn();
+        let Ok(mut child) = child else {
+            println!("skipped: docker-registry is not installed");
+            return None;
+        };
+        for _ in 0..400 {
+            assert!(child.try_wait().unwrap().is_none(), "the registry ended");
+            if TcpStream::connect(&host).is_ok() {
+                return Some(Self { child, host });
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        panic!("the registry did not come up");
+    }
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Bytes that do not compress, different for each seed.
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len);
+    while bytes.len() < len {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        bytes.extend_from_slice(&state.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+fn bytes_of(document: &Value, field: &str) -> u64 {
+    document[field].as_u64().unwrap_or_else(|| panic!("no {field} in {document}"))
+}
+
+/// A snapshot of a machine that exists nowhere: everything about it is right but its bytes.
+fn foreign_snapshot(store: &Store, template: &Digest) -> Digest {
+    let staging = store.stage().unwrap();
+    let image = |name: &str, seed| -> ObjectRef {
+        let path = staging.join(name);
+        let file = fs::File::create(&path).unwrap();
+        file.set_len(64 << 20).unwrap();
+        file.write_all_at(&noise(seed, 1 << 20), 8 << 20).unwrap();
+        store.adopt_image(path).unwrap()
+    };
+    let state = staging.join("state");
+    fs::write(&state, noise(3, 4096)).unwrap();
+    let snapshot = SnapshotManifest {
+        schema_version: SCHEMA_VERSION,
+        template: *template,
+        machine: MachineShape { vcpus: 1, memory_mib: 256 },
+        compat: CompatContract {
+            architecture: "amd64".to_owned(),
+            cpu_vendor: "NobodysChips".to_owned(),
+            cpu_features: [("1.ecx".to_owned(), 1)].into(),
+            kvm_kind: "vmx".to_owned(),
+            state_version: 1,
+            agent_protocol: 1,
+            page_size: 4096,
+        },
+        state: store.adopt_blob(state).unwrap(),
+        memory: image("memory", 1),
+        disk: image("disk", 2),
+        generation: 1,
+    };
+    let digest = store.put_json(&snapshot).unwrap().digest;
+    store.set_snapshot(template, &digest).unwrap();
+    digest
+}
+
+#[test]
+fn a_template_travels_and_only_what_is_new_is_sent() {
+    let Some(home) = Home::new() else { return };
+    let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
+    let other = Home::new().unwrap();
+    let base = noise(1, 6 << 20);
+    let digest = home.build("py:1", &[("base", &base), ("etc/version", b"1\n")]);
+    let name = format!("{}/team/py:1", registry.host);
+    home.ok(&["tag", "py:1", &name]);
+    assert_eq!(home.ok(&["ls", "-q"]), format!("{digest}\n{digest}"));
+
+    let first = home.json(&["push", &name]);
+    let sent = bytes_of(&first, "sentBytes");
+    assert!(sent > 6 << 20, "{first}");
+    assert_eq!(bytes_of(&first, "totalBytes"), sent);
+    assert_eq!(first["replaced"], Value::Null);
+    // The same again: nothing to send but the tag.
+    let again = home.json(&["push", &name]);
+    assert_eq!((bytes_of(&again, "sentBytes"), &again["digest"]), (0, &first["digest"]));
+    assert_eq!(again["replaced"], first["digest"]);
+    // Another version: about what is new.
+    let next = format!("{}/team/py:2", registry.host);
+    let second =
+        home.build(&next, &[("base", &base), ("etc/version", b"2\n"), ("new", &noise(2, 100_000))]);
+    assert_ne!(second, digest);
+    let pushed = home.json(&["push", &next]);
+    let new = bytes_of(&pushed, "sentBytes");
+    assert!((100_000..1 << 20).contains(&new), "{pushed}");
+
+    // Into another store: by name, pinned, and the second version costs only what is new.
+    let pulled = other.json(&["pull", &format!("{name}@{}", first["digest"].as_str().unwrap())]);
+    assert_eq!(pulled["digest"], digest.as_str());
+    assert!(bytes_of(&pulled, "fetchedBytes") > 6 << 20, "{pulled}");
+    let pulled = other.json(&["pull", &next, "-t", "py:2"]);
+    assert_eq!(pulled["digest"], second.as_str());
+    assert!(bytes_of(&pulled, "fetchedBytes") < 1 << 20, "{pulled}");
+    assert!(bytes_of(&pulled, "reusedBytes") > 5 << 20, "{pulled}");
+    assert_eq!(other.ok(&["verify"]), "clean");
+    assert_eq!(other.json(&["inspect", "py:2"])["digest"], second.as_str());
+    let rootfs = |home: &Home| {
+        let document = home.json(&["inspect", &digest]);
+        let object = document["template"]["rootfs"]["digest"].as_str().unwrap().parse().unwrap();
+        Digest::of(&fs::read(home.store().path(&object).unwrap()).unwrap())
+    };
+    assert_eq!(rootfs(&home), rootfs(&other), "the root file system changed on the road");
+    // What was measured at the build travels along.
+    let sizes = other.json(&["inspect", "--size", &digest]);
+    assert!(sizes["layers"][0]["cost"]["liveBytes"].as_u64().unwrap() >= 6 << 20, "{sizes}");
+
+    // Lazily, into an empty store: the same template, and known when it was usable.
+    let lazy = Home::new().unwrap();
+    let pulled = lazy.json(&["pull", "--lazy", &name]);
+    assert_eq!(pulled["digest"], digest.as_str());
+    assert!(bytes_of(&pulled, "usableBytes") < bytes_of(&pulled, "fetchedBytes"), "{pulled}");
+    assert_eq!(lazy.ok(&["verify", &name]), "clean");
+
+    // skopeo copies it like anything else.
+    let copy = other.path("copied");
+    let copied = Command::new("skopeo")
+        .args(["copy", "--all", "--quiet", "--src-tls-verify=false"])
+        .arg(format!("docker://{name}"))
+        .arg(format!("oci:{}:1", copy.display()))
+        .output();
+    match copied {
+        Ok(output) => {
+            succeeded(output, "skopeo copy");
+            let third = Home::new().unwrap();
+            let from = copy.to_str().unwrap();
+            third.fails(&["import", from], 2, &["--tag"]);
+            let imported = third.json(&["import", from, "-t", "copied"]);
+            assert_eq!(imported["digest"], digest.as_str());
+            assert_eq!(third.ok(&["verify", "copied"]), "clean");
+        }
+        Err(_) => println!("skopeo is not installed: not tried"),
+    }
+}
+
+#[test]
+fn what_is_exported_can_be_imported() {
+    let Some(home) = Home::new() else { return };
+    let other = Home::new().unwrap();
+    let digest = home.build("team/app:7", &[("a", &noise(5, 1 << 20))]);
+    let tar = home.path("app.tar");
+    let directory = home.path("app");
+    let file = tar.to_str().unwrap();
+    let slashed = format!("{}/", directory.display());
+    let written = home.ok(&["export", "team/app:7", "-o", file]);
+    assert_eq!(home.ok(&["export", "team/app:7", "-o", &slashed]), written);
+    assert!(directory.join("oci-layout").exists());
+    // The same template gives the same archive.
+    let bytes = fs::read(&tar).unwrap();
+    home.ok(&["export", "team/app:7", "-o", file]);
+    assert!(bytes == fs::read(&tar).unwrap(), "two exports differ");
+
+    assert_eq!(other.ok(&["import", file]), digest);
+    assert_eq!(other.json(&["ls"])[0]["name"], "team/app:7");
+    let again = other.json(&["import", &slashed, "-t", "again"]);
+    assert_eq!(again["digest"], digest.as_str());
+    // It was all here.
+    assert!(bytes_of(&again, "fetchedBytes") < 64 << 10, "{again}");
+
+    other.fails(&["import", "/no/such/file"], 3, &["/no/such/file"]);
+    other.fails(&["import", file, "--reference", "nope"], 3, &["--reference"]);
+    other.fails(&["import", home.path("store").to_str().unwrap()], 1, &["oci-layout"]);
+    // An ordinary image: what to do instead.
+    let image = other.image.to_str().unwrap();
+    other.fails(
+        &["import", image, "-t", "x"],
+        1,
+        &["not a parbake template", &format!("build --from oci:{image}")],
+    );
+    // A damaged layout is refused, and leaves nothing behind.
+    let mut blobs: Vec<_> = fs::read_dir(directory.join("blobs/sha256"))
+        .unwrap()
+        .flatten()
+        .map(|entry| (entry.metadata().unwrap().len(), entry.path()))
+        .collect();
+    blobs.sort();
+    let (len, largest) = blobs.pop().unwrap();
+    let file = fs::File::options().write(true).open(largest).unwrap();
+    file.write_all_at(&noise(9, 64), len / 2).unwrap();
+    let third = Home::new().unwrap();
+    third.fails(&["import", &slashed], 4, &["sha256:"]);
+    assert_eq!(third.ok(&["--format", "json", "ls"]), "[]");
+    third.ok(&["prune"]);
+    assert_eq!(third.ok(&["verify"]), "clean");
+}
+
+#[test]
+fn what_is_asked_for_wrongly_is_said() {
+    let Some(home) = Home::new() else { return };
+    let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
+    let host = registry.host.clone();
+    home.build("app", &[("a", b"a")]);
+    let there = format!("{host}/app:1");
+    home.ok(&["tag", "app", &there]);
+
+    home.fails(&["push", "no-such"], 3, &["no-such", "parbake ls"]);
+    home.fails(&["push", "app"], 2, &["which registry", "parbake tag"]);
+    home.fails(&["pull", "app"], 2, &["which registry"]);
+    home.fails(&["pull", &format!("{host}/app:1")], 3, &["app:1"]);
+    home.fails(&["pull", &format!("{host}/app:1@sha256:12")], 2, &["sha256:12"]);
+    home.fails(&["pull", &format!("http://{host}/app")], 2, &["scheme"]);
+    home.fails(&["tag", "app", "UPPER"], 2, &["lower case"]);
+    home.fails(&["tag", "nope", "x"], 3, &["nope"]);
+    home.fails(&["history", "nope"], 3, &["nope"]);
+    home.fails(&["diff", "app", "nope"], 3, &["nope"]);
+    home.fails(&["verify", "nope"], 3, &["nope"]);
+    home.fails(&["verify", "--restore", "app"], 3, &["no snapshot", "parbake bake app"]);
+    home.fails(&["export", "app", "-o", "/no/such/dir/x.tar"], 1, &["/no/such/dir"]);
+    home.fails(&["prune", "--keep-storage", "lots"], 2, &["lots", "20GiB"]);
+    home.fails(&["logout", &host], 3, &[&host]);
+    home.fails(&["login", "http://x/", "-u", "u", "--password-stdin"], 2, &["scheme"]);
+
+    // Errors are documents for programs.
+    let output =
+        home.run(&["--format", "json", "--progress", "quiet", "pull", &format!("{host}/none")]);
+    assert_eq!(output.status.code(), Some(3));
+    let document: Value = serde_json::from_slice(&output.stderr).unwrap();
+    assert_eq!(document["error"]["kind"], "notFound");
+
+    // An ordinary image where a template was expected.
+    let image = format!("{host}/ordinary:1");
+    let copied = Command::new("skopeo")
+        .args(["copy", "--quiet", "--dest-tls-verify=false"])
+        .arg(format!("oci:{}", home.image.display()))
+        .arg(format!("docker://{image}"))
+        .output();
+    if let Ok(output) = copied {
+        succeeded(output, "skopeo copy");
+        home.fails(
+            &["pull", &image],
+            1,
+            &["not a parbake template", &format!("parbake build --from docker://{image}")],
+        );
+    }
+
+    // A registry that is not there.
+    home.ok(&["push", &there]);
+    drop(registry);
+    home.fails(&["pull", &there], 8, &["cannot reach", &host]);
+    home.fails(&["push", &there], 8, &["cannot reach", &host]);
+}
+
+#[test]
+fn a_registry_with_a_password_wants_it() {
+    let Some(home) = Home::new() else { return };
+    let Some(registry) = Registry::start(&home.path("registry"), true) else { return };
+    let host = registry.host.as_str();
+    let name = format!("{host}/app:1");
+    home.build(&name, &[("a", b"a")]);
+    let login = |user: &str, password: &str| {
+        let mut child = home
+            .command(&["login", host, "-u", user, "--password-stdin"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all(password.as_bytes()).unwrap();
+        child.wait_with_output().unwrap()
+    };
+    home.fails(&["push", &name], 8, &["credentials", &format!("parbake login {host}")]);
+    failed(&login("baker", "wrong\n"), "wrong password", 8, &["does not accept", host]);
+    assert!(!home.path("auth.json").exists(), "a refused password was kept");
+    assert!(succeeded(login("baker", "secret\n"), "login").contains("baker"));
+    let kept = fs::metadata(home.path("auth.json")).unwrap();
+    assert_eq!(kept.permissions().mode() & 0o777, 0o600);
+
+    home.ok(&["push", &name]);
+    let other = Home::new().unwrap();
+    other.fails(&["pull", &name], 8, &["credentials"]);
+    let authfile = home.path("auth.json");
+    other.ok(&["pull", &name, "--authfile", authfile.to_str().unwrap()]);
+    // Nothing of the password is anywhere in what is said.
+    let output = home.run(&["push", &name, "--progress", "json"]);
+    let said = [output.stdout, output.stderr].concat();
+    assert!(!String::from_utf8_lossy(&said).contains("secret"));
+    home.ok(&["logout", host]);
+    home.fails(&["push", &name], 8, &["credentials"]);
+}
+
+#[test]
+fn what_is_removed_is_gone_and_what_is_damaged_is_fetched_again() {
+    let Some(home) = Home::new() else { return };
+    let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
+    let name = format!("{}/app:1", registry.host);
+    let shared = noise(1, 3 << 20);
+    let digest = home.build(&name, &[("a", &shared)]);
+    home.build("big", &[("a", &noise(2, 20 << 20))]);
+    home.ok(&["push", &name]);
+
+    let before = home.json(&["df"]);
+    let big =
+        before["templates"].as_array().unwrap().iter().find(|t| t["names"][0] == "big:latest");
+    assert!(bytes_of(big.unwrap(), "ownBytes") >= 20 << 20, "{before}");
+    assert!(bytes_of(&before["usage"], "diskBytes") >= 23 << 20, "{before}");
+    assert!(home.ok(&["df"]).contains("big:latest"));
+    // A name less: what only it needed can go, and goes.
+    home.store().untag(&"big".parse().unwrap()).unwrap();
+    let planned = home.json(&["prune", "--dry-run"]);
+    assert!(bytes_of(&planned, "freedBytes") >= 20 << 20, "{planned}");
+    assert_eq!(
+        bytes_of(&home.json(&["df"])["usage"], "diskBytes"),
+        bytes_of(&before["usage"], "diskBytes")
+    );
+    let freed = home.json(&["prune"]);
+    assert!(bytes_of(&freed, "freedBytes") >= 20 << 20, "{freed}");
+    assert_eq!(bytes_of(&home.json(&["prune"]), "removed"), 0);
+    // Names are kept whatever the limit.
+    let limited = home.json(&["prune", "--keep-storage", "1MiB"]);
+    assert!(limited["overQuotaBytes"].as_u64().is_some(), "{limited}");
+    assert_eq!(home.ok(&["verify", &name]), "clean");
+
+    // One byte of the root file system is wrong.
+    let rootfs = home.json(&["inspect", &name])["template"]["rootfs"]["digest"].clone();
+    let path = home.store().path(&rootfs.as_str().unwrap().parse().unwrap()).unwrap();
+    damage(&path, &shared);
+    let output = home.run(&["verify"]);
+    failed(&output, "verify", 4, &["not in order", "--repair"]);
+    assert!(String::from_utf8_lossy(&output.stdout).contains(rootfs.as_str().unwrap()));
+    let repaired = home.json(&["verify", "--repair"]);
+    assert_eq!(
+        (&repaired["clean"], &repaired["fetchedAgain"][0]),
+        (&true.into(), &name.as_str().into())
+    );
+    assert_eq!(home.ok(&["verify", &digest]), "clean");
+    // Where nothing can be fetched, it stays wrong, and is said.
+    drop(registry);
+    damage(&path, &shared);
+    home.fails(&["verify", "--repair", &name], 4, &["cannot fetch", "again"]);
+}
+
+/// Changes a byte in the middle of `content`, which the file holds.
+fn damage(path: &Path, content: &[u8]) {
+    let bytes = fs::read(path).unwrap();
+    let needle = &content[..64];
+    let at = bytes.windows(64).position(|window| window == needle).unwrap() + (1 << 20);
+    fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
+    let file = fs::File::options().write(true).open(path).unwrap();
+    file.write_all_at(&[bytes[at] ^ 1], at as u64).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o444)).unwrap();
+}
+
+#[test]
+fn two_templates_are_compared_file_by_file() {
+    let Some(home) = Home::new() else { return };
+    let files: [(&str, &[u8]); 5] = [
+        ("etc/same", b"same"),
+        ("etc/changed", b"before"),
+        ("etc/touched", b"x"),
+        ("old/one", b"12345"),
+        ("old/two/three", b"123"),
+    ];
+    home.build("a", &files);
+    let root = home.path("root-b");
+    home.build(
+        "b",
+        &[
+            ("etc/same", b"same"),
+            ("etc/changed", b"after!!"),
+            ("etc/touched", b"x"),
+            ("new", b"1234"),
+        ],
+    );
+    // The second build has the directory as it is now.
+    fs::set_permissions(root.join("etc/touched"), fs::Permissions::from_mode(0o600)).unwrap();
+    symlink("same", root.join("etc/link")).unwrap();
+    let from = format!("dir:{}", root.display());
+    home.ok(&[
+        "build", "--from", &from, "--free", "8", "-t", "b", "--memory", "512", "--label", "k=v",
+    ]);
+
+    let document = home.json(&["diff", "a", "b"]);
+    let changes: Vec<(&str, &str)> = document["files"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|file| (file["change"].as_str().unwrap(), file["path"].as_str().unwrap()))
+        .collect();
+    assert_eq!(
+        changes,
+        [
+            ("changed", "/etc/changed"),
+            ("added", "/etc/link"),
+            ("changed", "/etc/touched"),
+            ("added", "/new"),
+            ("removed", "/old"),
+        ]
+    );
+    assert_eq!(document["files"][0]["what"][0], "content");
+    assert_eq!(document["files"][2]["what"][0], "mode");
+    assert_eq!(
+        (
+            bytes_of(&document["files"][4]["before"], "bytes"),
+            bytes_of(&document["files"][4]["before"], "entries")
+        ),
+        (8, 4)
+    );
+    let keys: Vec<&str> = document["config"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|change| change["key"].as_str().unwrap())
+        .collect();
+    assert!(keys.contains(&"labels.k") && keys.contains(&"machine.memoryMib"), "{keys:?}");
+    let text = home.ok(&["diff", "a", "b"]);
+    assert!(text.contains("D /old/  4 entries, -8 B"), "{text}");
+    assert!(text.contains("M /etc/touched  mode 644 → 600"), "{text}");
+    assert!(text.contains("config machine.memoryMib: 256 → 512"), "{text}");
+    assert_eq!(home.run(&["diff", "a", "b", "--exit-code"]).status.code(), Some(1));
+    assert_eq!(home.ok(&["diff", "a", "a", "--exit-code"]), "");
+}
+
+#[test]
+fn sizes_and_history_name_layers_and_paths() {
+    let Some(home) = Home::new() else { return };
+    home.ok(&["build", "--from", &format!("oci:{}", home.image.display()), "-t", "image"]);
+    let history = home.json(&["history", "image"]);
+    let layers = history["layers"].as_array().unwrap();
+    let sizes = home.json(&["inspect", "--size", "image", "--depth", "1", "--top", "5"]);
+    let costs = sizes["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), costs.len());
+    assert_eq!(layers[0]["diffId"], costs[costs.len() - 1]["diffId"], "history is newest first");
+    let live: u64 = costs.iter().map(|layer| bytes_of(&layer["cost"], "liveBytes")).sum();
+    // Names of one file count once in the layers and each in the paths.
+    let files = bytes_of(&sizes, "fileBytes");
+    assert!(live > 0 && live <= files && files < 2 * live, "layers {live}, paths {files}");
+    assert_eq!(sizes["paths"].as_array().unwrap().len(), 5);
+    assert_eq!(sizes["files"].as_array().unwrap().len(), 5);
+    let text = home.ok(&["inspect", "--size", "image"]);
+    assert!(text.contains("LARGEST FILE") && text.contains("HIDDEN"), "{text}");
+    assert!(home.ok(&["history", "image"]).contains("MADE BY"));
+}
+
+#[test]
+fn snapshots_of_other_machines_are_left_out_by_name() {
+    let Some(home) = Home::new() else { return };
+    let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
+    let name = format!("{}/app:1", registry.host);
+    let digest = home.build(&name, &[("a", &noise(1, 1 << 20))]);
+    let snapshot = foreign_snapshot(&home.store(), &digest.parse().unwrap());
+    let pushed = home.json(&["push", "--no-verify", &name]);
+    assert_eq!(pushed["snapshots"], 1);
+
+    let other = Home::new().unwrap();
+    // As on a host whose own KVM runs guests.
+    let pulled = other.json(&["--host", "kvm", "pull", &name]);
+    assert_eq!(pulled["snapshots"], Value::Array(Vec::new()));
+    let reasons = pulled["refused"][0]["reasons"].to_string();
+    assert!(reasons.contains("NobodysChips"), "{pulled}");
+    let said = other.run(&["--host", "kvm", "pull", &name]);
+    let stderr = String::from_utf8_lossy(&said.stderr);
+    assert!(stderr.contains("NobodysChips") && stderr.contains("parbake bake"), "{stderr}");
+    // A mirror takes everything; without snapshots there is less to fetch.
+    let all = other.json(&["pull", "--all", &name]);
+    assert_eq!(all["snapshots"][0], snapshot.to_string());
+    let bare = Home::new().unwrap().json(&["pull", "--no-snapshots", &name]);
+    assert_eq!(bare["snapshots"], Value::Array(Vec::new()));
+    // Verifying by restoring says why it cannot.
+    let output = other.run(&["--host", "kvm", "verify", "--restore", &name]);
+    failed(&output, "foreign snapshot", 3, &["was not tried", "NobodysChips", "parbake bake"]);
+    // As an image, for registries that take nothing else.
+    let dressed = format!("{}/dressed:1", registry.host);
+    home.ok(&["push", &name, "--to", &dressed, "--compat", "image", "--no-snapshots"]);
+    assert_eq!(Home::new().unwrap().ok(&["pull", &dressed]), digest);
+}
+
+/// The bake gate, in the lab where KVM cannot run stock guests.
+#[test]
+fn a_baked_template_is_proved_before_it_is_published() {
+    let Some(home) = Home::new() else { return };
+    let doctor: Value =
+        serde_json::from_slice(&home.run(&["doctor", "--format", "json"]).stdout).unwrap();
+    if doctor["able"] != true {
+        println!("skipped: this host can run no guests: {doctor}");
+        return;
+    }
+    let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
+    let _lab = Lab(&home);
+    let name = format!("{}/team/debian:12", registry.host);
+    home.ok(&["build", "--from", &format!("oci:{}", home.image.display()), "-t", &name]);
+    home.ok(&["bake", &name]);
+    let text = home.ok(&["verify", "--restore", &name]);
+    for check in ["ready", "random", "clock", "hostname", "machine-id", "filesystem"] {
+        let line = text.lines().find(|line| line.starts_with(check));
+        assert!(line.is_some_and(|line| line.contains("ok")), "{check}: {text}");
+    }
+    // Something that is in the template for certain, and something that is not.
+    let secret = home.path("secret");
+    fs::write(&secret, "root:x:0:0:root:/root\n").unwrap();
+    let file = secret.to_str().unwrap();
+    home.fails(
+        &["verify", "--restore", &name, "--secret", file],
+        4,
+        &["secrets", "root filesystem"],
+    );
+
+    let pushed = home.run(&["--format", "json", "push", &name]);
+    let stderr = String::from_utf8_lossy(&pushed.stderr).into_owned();
+    let document: Value = serde_json::from_str(&succeeded(pushed, "push")).unwrap();
+    assert_eq!(document["snapshots"], 1);
+    assert!(stderr.contains("checks passed"), "the push did not restore: {stderr}");
+    // What was pulled runs without a bake.
+    let other = Home::new().unwrap();
+    let _lab = Lab(&other);
+    other.ok(&["pull", &name]);
+    let output = other.run(&["run", &name, "--", "python3", "-c", "print(6*7)"]);
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "42\n", "{stderr}");
+    assert!(!stderr.contains("baking"), "{stderr}");
+}
+
+/// Ends a store's lab.
+struct Lab<'a>(&'a Home);
+
+impl Drop for Lab<'_> {
+    fn drop(&mut self) {
+        let _ = self.0.run(&["lab", "down"]);
+    }
+}
