@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use parbake_protocol::vmm::{
     Event, MAX_LINE, Message, Reply, Request, SnapshotFiles, SnapshotReport, Status, VmmConfig,
 };
-use rustix::process::Signal;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::process::Signal;
 
 /// How long a monitor may take to answer an ordinary request.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
