@@ -67,7 +67,11 @@ fn facts(root: &Path) -> BTreeMap<OsString, Facts> {
     for (path, full, metadata) in files {
         let kind = metadata.file_type();
         let kind = if kind.is_file() {
-            format!("file {} {}", metadata.len(), layers::sha256(&std::fs::read(&full).expect("file")))
+            format!(
+                "file {} {}",
+                metadata.len(),
+                layers::sha256(&std::fs::read(&full).expect("file"))
+            )
         } else if kind.is_dir() {
             "directory".to_owned()
         } else if kind.is_symlink() {
@@ -129,7 +133,11 @@ fn a_mount_shows_what_umoci_unpacks() {
     let mut wrong = Vec::new();
     for name in ours.keys().chain(theirs.keys()) {
         if ours.get(name) != theirs.get(name) && wrong.len() < 20 {
-            wrong.push(format!("{name:?}:\n  ours   {:?}\n  umoci  {:?}", ours.get(name), theirs.get(name)));
+            wrong.push(format!(
+                "{name:?}:\n  ours   {:?}\n  umoci  {:?}",
+                ours.get(name),
+                theirs.get(name)
+            ));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -148,7 +156,8 @@ fn floor(blobs: &[PathBuf]) -> Duration {
                     blobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
                 {
                     let file = std::fs::File::open(path).expect("blob");
-                    let mut decoder = flate2::read::MultiGzDecoder::new(Hashing(file, Sha256::new()));
+                    let mut decoder =
+                        flate2::read::MultiGzDecoder::new(Hashing(file, Sha256::new()));
                     let mut tar = Sha256::new();
                     let mut buffer = vec![0; 256 << 10];
                     loop {

@@ -75,7 +75,11 @@ fn a_directory_is_taken_as_it_is() {
     let link = work.path().join("link");
     symlink(&root, &link).expect("link");
     assert_eq!(text(&format!("dir:{}/.", link.display())).expect("flatten"), expected);
-    assert!(text(&format!("dir:{}", at("d/f").display())).expect_err("refused").contains("not a directory"));
+    assert!(
+        text(&format!("dir:{}", at("d/f").display()))
+            .expect_err("refused")
+            .contains("not a directory")
+    );
     assert!(text("dir:/no/such/place").expect_err("refused").contains("/no/such/place"));
 }
 
@@ -95,8 +99,16 @@ fn a_tar_file_is_a_root_filesystem() {
 #[test]
 fn costs_are_attributed_to_layers_and_paths() {
     let layout = Layout::of([
-        Tar::new().file("a/big", vec![1; 40_960]).file("a/gone", vec![2; 8192]).file("b", "3").finish(),
-        Tar::new().mark("a/.wh.gone").file("a/new", vec![4; 12_288]).hardlink("link", "a/big").finish(),
+        Tar::new()
+            .file("a/big", vec![1; 40_960])
+            .file("a/gone", vec![2; 8192])
+            .file("b", "3")
+            .finish(),
+        Tar::new()
+            .mark("a/.wh.gone")
+            .file("a/new", vec![4; 12_288])
+            .hardlink("link", "a/big")
+            .finish(),
     ]);
     let work = tempfile::tempdir().expect("temporary directory");
     let image = layout.open().expect("image");
@@ -105,27 +117,41 @@ fn costs_are_attributed_to_layers_and_paths() {
     let layers: Vec<_> = report
         .layer_costs
         .iter()
-        .map(|cost| (cost.input.written_bytes, cost.live_bytes, cost.hidden_bytes(), cost.live_nodes))
+        .map(|cost| {
+            (cost.input.written_bytes, cost.live_bytes, cost.hidden_bytes(), cost.live_nodes)
+        })
         .collect();
     assert_eq!(layers, [(53_248, 45_056, 8192, 4), (12_288, 12_288, 0, 1)]);
     let paths: Vec<_> = report
         .paths
         .iter()
-        .map(|cost| (String::from_utf8_lossy(&cost.path).into_owned(), cost.bytes, cost.nodes, cost.layer))
+        .map(|cost| {
+            (String::from_utf8_lossy(&cost.path).into_owned(), cost.bytes, cost.nodes, cost.layer)
+        })
         .collect();
     let path = |text: &str, bytes, nodes, layer| (text.to_owned(), bytes, nodes, layer);
     assert_eq!(
         paths,
-        [path("", 57_344, 5, 0), path("a", 53_248, 3, 0), path("b", 4096, 1, 0), path("link", 0, 0, 0)]
+        [
+            path("", 57_344, 5, 0),
+            path("a", 53_248, 3, 0),
+            path("b", 4096, 1, 0),
+            path("link", 0, 0, 0)
+        ]
     );
 }
 
 fn images() -> [Layout; 2] {
-    let noise: Vec<u8> = (0u32..300_000).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let noise: Vec<u8> =
+        (0u32..300_000).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     [
         Layout::of([
             Tar::new().directory("etc").file("etc/passwd", "root:x:0:0::/:/bin/sh\n").finish(),
-            Tar::new().file("bin/app", &noise).symlink("app", "bin/app").hardlink("app2", "bin/app").finish(),
+            Tar::new()
+                .file("bin/app", &noise)
+                .symlink("app", "bin/app")
+                .hardlink("app2", "bin/app")
+                .finish(),
         ]),
         Layout::stored([Stored::new(
             (0..3000)
@@ -144,15 +170,14 @@ fn images() -> [Layout; 2] {
 
 /// Digests of the images that [`images`] give. A change here is a change of every image built:
 /// it is to be meant, and to be told to those who compare digests.
-const GOLDEN: [&str; 2] = [
-    "GOLDEN-0",
-    "GOLDEN-1",
-];
+const GOLDEN: [&str; 2] = ["GOLDEN-0", "GOLDEN-1"];
 
 #[test]
 fn images_are_the_same_everywhere() {
     // The child part: builds in another directory, under another clock's zone and locale.
-    if let (Some(from), Some(to)) = (std::env::var_os("PARBAKE_TEST_FROM"), std::env::var_os("PARBAKE_TEST_TO")) {
+    if let (Some(from), Some(to)) =
+        (std::env::var_os("PARBAKE_TEST_FROM"), std::env::var_os("PARBAKE_TEST_TO"))
+    {
         let source = ImageSource::OciLayout { path: from.into(), reference: None };
         let image = open(&source).expect("image");
         build_ext4(&image, Path::new(&to), &BuildOptions::default(), &mut |_| {}).expect("build");

@@ -58,7 +58,8 @@ pub fn lab_config(context: &Context) -> CliResult<LabConfig> {
     // Opened so that it exists, and asked for its path so that links are followed.
     let store = context.store()?;
     let root = store.root().canonicalize().map_err(|error| CliError::new(Kind::User, error))?;
-    let agent = parbake_node::programs::agent().map_err(|error| CliError::new(Kind::User, error))?;
+    let agent =
+        parbake_node::programs::agent().map_err(|error| CliError::new(Kind::User, error))?;
     Ok(LabConfig { memory_mib: LAB_MEMORY_MIB, ..LabConfig::new(root, agent) })
 }
 
@@ -84,12 +85,23 @@ pub fn in_lab(context: &Context) -> CliResult<u8> {
 
 /// Runs this very command line in the lab, with a terminal or standard input if wanted.
 pub fn in_lab_with(context: &Context, tty: bool, stdin: bool) -> CliResult<u8> {
+    let words = std::env::args_os().skip(1).map(|word| word.as_bytes().to_vec()).collect();
+    command_in_lab(context, words, tty, stdin)
+}
+
+/// Runs another command line of this program in the lab.
+pub fn command_in_lab(
+    context: &Context,
+    words: Vec<Vec<u8>>,
+    tty: bool,
+    stdin: bool,
+) -> CliResult<u8> {
     let lab = lab(context)?;
     let internal = |error: std::io::Error| CliError::new(Kind::Internal, error);
     // Programs are taken from the machine as it is now, not as it was when the lab started.
     let program = lab.host_path(&std::env::current_exe().map_err(internal)?);
     let mut argv = vec![program.as_os_str().as_bytes().to_vec()];
-    argv.extend(std::env::args_os().skip(1).map(|word| word.as_bytes().to_vec()));
+    argv.extend(words);
     let mut request = ExecRequest::new(argv);
     request.cwd = std::env::current_dir().map_err(internal)?.as_os_str().as_bytes().to_vec();
     request.stdin = stdin;
@@ -115,6 +127,11 @@ pub fn in_lab_with(context: &Context, tty: bool, stdin: bool) -> CliResult<u8> {
         Err(error) => Err(CliError::new(Kind::Host, error)
             .hint("`parbake lab status` tells whether the lab is still there")),
     }
+}
+
+/// How often a template's times count: guests of the lab are emulated twice.
+pub fn patience() -> u32 {
+    if std::env::var_os(IN_LAB).is_some() { 8 } else { 1 }
 }
 
 /// What decides which snapshots this machine can restore.

@@ -52,7 +52,11 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         ("user", if process.user.is_empty() { "root".to_owned() } else { process.user.clone() }),
         (
             "directory",
-            if process.working_dir.is_empty() { "/".to_owned() } else { process.working_dir.clone() },
+            if process.working_dir.is_empty() {
+                "/".to_owned()
+            } else {
+                process.working_dir.clone()
+            },
         ),
         ("entrypoint", format!("{:?}", process.entrypoint)),
         ("command", format!("{:?}", process.cmd)),

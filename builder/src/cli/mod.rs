@@ -12,10 +12,13 @@ mod lab;
 mod ls;
 mod output;
 mod progress;
+mod recipe;
 mod rm;
 mod run;
 mod shell;
+mod source;
 mod stdio;
+mod steps;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -23,7 +26,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand, ValueEnum};
 use parbake_cache::Store;
 
-use error::{CliError, CliResult, Classify, Kind};
+use error::{Classify, CliError, CliResult, Kind};
 use progress::{Mode, Progress};
 
 /// Build templates for microVM sandboxes, bake them, and run them.
@@ -32,9 +35,11 @@ use progress::{Mode, Progress};
 /// frozen (bake), and restored as a fresh, disposable machine for every run.
 #[derive(Debug, Parser)]
 #[command(name = "parbake", version, propagate_version = true, max_term_width = 100)]
-#[command(after_help = "Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 refused, 5 build step \
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 refused, 5 build step \
 failed, 6 not ready in time, 7 host cannot, 8 registry, 70 internal, 130 interrupted. `run` returns \
-the command's own code; 125, 126, 127: sandbox failed, not executable, not found.")]
+the command's own code; 125, 126, 127: sandbox failed, not executable, not found."
+)]
 struct Cli {
     #[command(flatten)]
     global: Global,
@@ -55,7 +60,13 @@ pub struct Global {
     #[arg(long, global = true, value_name = "FORMAT", default_value = "text")]
     format: Format,
     /// Form of the progress on stderr
-    #[arg(long, global = true, env = "PARBAKE_PROGRESS", value_name = "FORM", default_value = "auto")]
+    #[arg(
+        long,
+        global = true,
+        env = "PARBAKE_PROGRESS",
+        value_name = "FORM",
+        default_value = "auto"
+    )]
     progress: Mode,
     /// No progress; print only what identifies the result
     #[arg(short, long, global = true)]
@@ -84,7 +95,8 @@ pub enum Format {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    Build(build::Args),
+    Build(Box<build::Args>),
+    Recipe(recipe::Args),
     Bake(bake::Args),
     Run(run::Args),
     Ls(ls::Args),
@@ -112,7 +124,8 @@ impl Context {
     pub fn store(&self) -> CliResult<Store> {
         let root = self.store_root();
         Store::open(&root).kind(Kind::User).map_err(|error| {
-            error.hint(format!("--store DIR or PARBAKE_STORE names another than {}", root.display()))
+            error
+                .hint(format!("--store DIR or PARBAKE_STORE names another than {}", root.display()))
         })
     }
 
@@ -151,7 +164,8 @@ pub fn main() -> ExitCode {
 
 fn run_verb(context: &Context, verb: &Verb) -> Result<u8, CliError> {
     match verb {
-        Verb::Build(args) => build::run(context, args).map(|()| 0),
+        Verb::Build(args) => build::run(context, args),
+        Verb::Recipe(args) => recipe::run(context, args).map(|()| 0),
         Verb::Bake(args) => bake::run(context, args),
         Verb::Run(args) => run::run(context, args),
         Verb::Ls(args) => ls::run(context, args).map(|()| 0),

@@ -72,8 +72,9 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let store = context.store().map_err(sandbox_failure)?;
     let template = guest::find(&store, &args.template).map_err(sandbox_failure)?;
     if args.tty && !std::io::stdin().is_terminal() {
-        return Err(CliError::new(Kind::Sandbox, "standard input is not a terminal")
-            .hint("leave out -t"));
+        return Err(
+            CliError::new(Kind::Sandbox, "standard input is not a terminal").hint("leave out -t")
+        );
     }
     let request = request(args, &template)?;
     if let Place::Lab = guest::place(context).map_err(sandbox_failure)? {
@@ -93,8 +94,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
         let snapshot = snapshot(context, &store, &template, shape).map_err(sandbox_failure)?;
         (restore(&store, &template, &snapshot, &options)?, "restored")
     };
-    let client =
-        sandbox.connect().map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?;
+    let client = sandbox.connect().map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?;
     let ready = begun.elapsed();
     let mut first_exec = Duration::ZERO;
     let ended = stdio::run(client, request, || first_exec = begun.elapsed());

@@ -154,7 +154,6 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        let _ =
-            rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Drain, &self.before);
+        let _ = rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Drain, &self.before);
     }
 }
