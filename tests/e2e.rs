@@ -178,7 +178,13 @@ fn bad_images_are_refused_and_leave_nothing() {
     let arm = format!("{}/arm", scratch.path().display());
     copy_layout(&world.image, Path::new(&arm));
     let output = world.run(&[
-        "build", "--from", &format!("oci:{arm}"), "--platform", "linux/arm64", "-t", "x:1",
+        "build",
+        "--from",
+        &format!("oci:{arm}"),
+        "--platform",
+        "linux/arm64",
+        "-t",
+        "x:1",
     ]);
     check_failure(&output, "wrong architecture", 1, &["arm64", "amd64"]);
 
@@ -204,7 +210,14 @@ fn bad_images_are_refused_and_leave_nothing() {
     let from = format!("oci:{}", cut.display());
     assert!(!world.run(&["build", "--from", &from, "-o", &to]).status.success());
     assert_eq!(fs::read(&out).unwrap(), b"precious");
-    assert_eq!(fs::read_dir(scratch.path()).unwrap().flatten().filter(|entry| entry.file_type().unwrap().is_file()).count(), 1);
+    assert_eq!(
+        fs::read_dir(scratch.path())
+            .unwrap()
+            .flatten()
+            .filter(|entry| entry.file_type().unwrap().is_file())
+            .count(),
+        1
+    );
 }
 
 #[test]
@@ -289,7 +302,9 @@ fn a_root_filesystem_alone_needs_neither_root_nor_kvm() {
     world.ok(&["build", "--from", &world.from(), "-o", &format!("rootfs={}", first.display())]);
     // Another user, another directory, another time zone: the same bytes.
     let mut command = world.command();
-    command.args(["build", "--from", &world.from(), "-o"]).arg(format!("rootfs={}", second.display()));
+    command
+        .args(["build", "--from", &world.from(), "-o"])
+        .arg(format!("rootfs={}", second.display()));
     command.env("TZ", "Asia/Tokyo").current_dir("/");
     let readable = scratch.path().join("image");
     copy_readable(&world.image, &readable);
@@ -329,9 +344,9 @@ fn copy_readable(from: &Path, to: &Path) {
 #[test]
 fn from_image_to_sandbox() {
     let Some(world) = World::new() else { return };
-    let doctor: serde_json::Value = serde_json::from_str(
-        &String::from_utf8_lossy(&world.run(&["doctor", "--format", "json"]).stdout),
-    )
+    let doctor: serde_json::Value = serde_json::from_str(&String::from_utf8_lossy(
+        &world.run(&["doctor", "--format", "json"]).stdout,
+    ))
     .unwrap();
     if doctor["able"] != true {
         println!("skipped: this host can run no guests: {doctor}");
@@ -355,10 +370,26 @@ fn from_image_to_sandbox() {
 
     // The image's default command, its environment, its directory.
     assert!(world.ok(&["-q", "run", "debian:12"]).starts_with("hello from"));
-    assert_eq!(world.ok(&["-q", "run", "debian:12", "--", "sh", "-c", "echo $GREETING; pwd"]), "hello\n/app");
     assert_eq!(
-        world.ok(&["-q", "run", "-e", "GREETING=bye", "-w", "/tmp", "-u", "1001", "debian:12", "--",
-            "sh", "-c", "echo $GREETING; pwd; id -u"]),
+        world.ok(&["-q", "run", "debian:12", "--", "sh", "-c", "echo $GREETING; pwd"]),
+        "hello\n/app"
+    );
+    assert_eq!(
+        world.ok(&[
+            "-q",
+            "run",
+            "-e",
+            "GREETING=bye",
+            "-w",
+            "/tmp",
+            "-u",
+            "1001",
+            "debian:12",
+            "--",
+            "sh",
+            "-c",
+            "echo $GREETING; pwd; id -u"
+        ]),
         "bye\n/tmp\n1001"
     );
     // Exit codes: the command's own, and the reserved ones.
@@ -405,7 +436,15 @@ fn from_image_to_sandbox() {
     let begun = Instant::now();
     let mut child = world
         .command()
-        .args(["-q", "run", "debian:12", "--", "sh", "-c", "trap 'exit 9' INT; echo up; sleep 300 & wait"])
+        .args([
+            "-q",
+            "run",
+            "debian:12",
+            "--",
+            "sh",
+            "-c",
+            "trap 'exit 9' INT; echo up; sleep 300 & wait",
+        ])
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -427,7 +466,8 @@ fn from_image_to_sandbox() {
     child.kill().unwrap();
     child.wait().unwrap();
     let gone = |world: &World| {
-        let text = world.ok(&["-q", "lab", "exec", "--", "sh", "-c", "pgrep -c parbake-vmm || true"]);
+        let text =
+            world.ok(&["-q", "lab", "exec", "--", "sh", "-c", "pgrep -c parbake-vmm || true"]);
         text == "0"
     };
     if doctor["host"]["kvmUsable"] != true {

@@ -169,7 +169,8 @@ fn exit_codes(suite: &Suite) -> Result<(), Failed> {
     }
     let output = sh(&mut sandbox, "kill -9 $$")?;
     check!(output.exit.shell_code() == 137, "kill -9: {:?}", output.exit);
-    for (argv, code) in [("/no/such/program", 127), ("no-such-program", 127), ("/etc/passwd", 126)] {
+    for (argv, code) in [("/no/such/program", 127), ("no-such-program", 127), ("/etc/passwd", 126)]
+    {
         let mut session = sandbox.connect()?.exec(ExecRequest::new([argv]))?;
         match session.next_event()? {
             ExecEvent::Failed(failure) => {
@@ -213,7 +214,8 @@ fn twenty_restores(suite: &Suite) -> Result<(), Failed> {
 fn two_at_once(suite: &Suite) -> Result<(), Failed> {
     let mut one = suite.restore()?;
     let mut two = suite.restore()?;
-    let script = "cat /proc/sys/kernel/random/uuid /etc/machine-id /etc/hostname 2>/dev/null; hostname";
+    let script =
+        "cat /proc/sys/kernel/random/uuid /etc/machine-id /etc/hostname 2>/dev/null; hostname";
     let (first, second) = (says(&mut one, script)?, says(&mut two, script)?);
     for (a, b) in first.lines().zip(second.lines()) {
         check!(a != b, "both say {a}");
@@ -268,7 +270,8 @@ fn freeze_into(
 }
 
 fn generations(suite: &Suite) -> Result<(), Failed> {
-    let rootfs = suite.fixture.template.restore_files(&suite.fixture.store, &suite.snapshot)?.rootfs;
+    let rootfs =
+        suite.fixture.template.restore_files(&suite.fixture.store, &suite.snapshot)?.rootfs;
     let shape = suite.snapshot.machine;
     let mut sandbox = suite.restore()?;
     let mut random = BTreeSet::new();
@@ -276,7 +279,10 @@ fn generations(suite: &Suite) -> Result<(), Failed> {
     let nonce = says(&mut sandbox, "cat /proc/sys/kernel/random/uuid | tee /dev/shm/nonce")?;
     for generation in 2..=3 {
         // In memory and on disk, so that both must have travelled together.
-        says(&mut sandbox, &format!("echo g{generation} > /dev/shm/note; echo g{generation} > /root/note"))?;
+        says(
+            &mut sandbox,
+            &format!("echo g{generation} > /dev/shm/note; echo g{generation} > /root/note"),
+        )?;
         let directory = tempfile::tempdir()?;
         let (files, number) = freeze_into(&mut sandbox, directory.path(), rootfs.clone())?;
         check!(number == generation, "generation {number}, not {generation}");
@@ -298,7 +304,8 @@ fn generations(suite: &Suite) -> Result<(), Failed> {
 }
 
 fn freeze_under_load(suite: &Suite) -> Result<(), Failed> {
-    let rootfs = suite.fixture.template.restore_files(&suite.fixture.store, &suite.snapshot)?.rootfs;
+    let rootfs =
+        suite.fixture.template.restore_files(&suite.fixture.store, &suite.snapshot)?.rootfs;
     let mut sandbox = suite.restore()?;
     let mut request = ExecRequest::new([
         "sh",
@@ -326,7 +333,10 @@ fn freeze_under_load(suite: &Suite) -> Result<(), Failed> {
         check!(Instant::now() < deadline, "the load stands still at {first} after the restore");
     }
     says(&mut sandbox, "test ! -e /root/bad")?;
-    let log = says(&mut sandbox, "dmesg 2>/dev/null | grep -iE 'ext4.*error|i/o error|soft lockup' || true")?;
+    let log = says(
+        &mut sandbox,
+        "dmesg 2>/dev/null | grep -iE 'ext4.*error|i/o error|soft lockup' || true",
+    )?;
     check!(log.is_empty(), "the kernel complains: {log}");
     Ok(())
 }
@@ -340,7 +350,8 @@ fn big_streams(suite: &Suite) -> Result<(), Failed> {
     request.stdin = true;
     let session = sandbox.connect()?.exec(request)?;
     let (input, mut output) = session.split();
-    let data: Vec<u8> = (0..4_000_000_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let data: Vec<u8> =
+        (0..4_000_000_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let expected = parbake_cache::Digest::of(&data).hex();
     let writer = std::thread::spawn(move || {
         data.chunks(50_000).try_for_each(|part| input.write_stdin(part))?;
@@ -378,7 +389,8 @@ fn killed_monitor(suite: &Suite) -> Result<(), Failed> {
 
 fn vanished_client(suite: &Suite) -> Result<(), Failed> {
     let mut sandbox = suite.restore()?;
-    let mut session = sandbox.connect()?.exec(ExecRequest::new(["sh", "-c", "sleep 1001 & sleep 1001"]))?;
+    let mut session =
+        sandbox.connect()?.exec(ExecRequest::new(["sh", "-c", "sleep 1001 & sleep 1001"]))?;
     check!(matches!(session.next_event()?, ExecEvent::Started { .. }), "sleep did not start");
     drop(session);
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -422,9 +434,10 @@ fn damaged_snapshots(suite: &Suite) -> Result<(), Failed> {
 }
 
 fn endings(suite: &Suite) -> Result<(), Failed> {
-    for (how, script) in
-        [("panic", "sleep 0.1; echo c > /proc/sysrq-trigger"), ("power-off", "sleep 0.1; echo o > /proc/sysrq-trigger; sleep 100")]
-    {
+    for (how, script) in [
+        ("panic", "sleep 0.1; echo c > /proc/sysrq-trigger"),
+        ("power-off", "sleep 0.1; echo o > /proc/sysrq-trigger; sleep 100"),
+    ] {
         let mut sandbox = suite.restore()?;
         says(&mut sandbox, "echo 1 > /proc/sys/kernel/sysrq")?;
         let begun = Instant::now();

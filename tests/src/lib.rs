@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parbake_builder::assemble;
-use parbake_builder::image::{self, ImageOptions, ImageSource};
 use parbake_builder::bake::{self, BakeOptions, Baked};
+use parbake_builder::image::{self, ImageOptions, ImageSource};
 use parbake_builder::template::Template;
 use parbake_cache::Store;
 use parbake_cache::template::{MachineShape, SnapshotManifest};
@@ -57,7 +57,7 @@ impl Fixture {
     /// # Errors
     /// What the bake says.
     pub fn bake(&self, shape: MachineShape) -> Result<Baked, Failed> {
-        let options = BakeOptions { machine: Some(shape), sandbox: Self::options() };
+        let options = BakeOptions { machine: Some(shape), sandbox: Self::options(), patience: 1 };
         Ok(bake::bake(&self.store, &self.template, &options, |_| {})?)
     }
 
