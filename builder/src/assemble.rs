@@ -216,7 +216,7 @@ pub fn build_rootfs(
             events(&format!("layer {}/{layers}: {} MiB", layer + 1, tar_bytes >> 20));
         }
         Event::Warning(text) => warnings(&text),
-        Event::LayerFinished { .. } | Event::Resolved { .. } => {}
+        Event::LayerFinished { .. } => {}
     })
 }
 

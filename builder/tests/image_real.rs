@@ -240,7 +240,7 @@ fn time_and_memory() {
     let report = reported.expect("a build");
     median("decode and both digests on two threads", &mut || floor(&blobs));
     let nodes: u64 = report.layer_costs.iter().map(|cost| cost.live_nodes).sum();
-    println!("memory: {} KiB before, {} KiB at most, {nodes} nodes", before, peak);
+    println!("memory: {before} KiB before, {peak} KiB at most, {nodes} nodes");
     for (index, cost) in report.layer_costs.iter().enumerate() {
         println!("layer {}: {cost:?}, hidden {}", index + 1, cost.hidden_bytes());
     }

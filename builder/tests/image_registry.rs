@@ -516,8 +516,7 @@ fn platforms_attestations_and_nested_indexes() {
     let foreign = with(make("s390x", "foreign"), "linux", "s390x");
     let windows = with(make(&own, "windows"), "windows", &own);
     let second = with(make(&own, "second"), "linux", &own);
-    let manifests =
-        [attestation, provenance, other, foreign.clone(), windows, right.clone(), second];
+    let manifests = [attestation, provenance, other, foreign.clone(), windows, right, second];
     let nested = serde_json::json!({"schemaVersion": 2, "manifests": manifests});
     let nested =
         layout.blob("application/vnd.oci.image.index.v1+json", nested.to_string().as_bytes());

@@ -89,7 +89,7 @@ fn main() -> Result<(), Error> {
 }
 
 fn arguments() -> Result<Arguments, Error> {
-    let mut arguments = Arguments { chunk: 64, run_pages: 32, level: 3, templates: Vec::new() };
+    let mut arguments = Arguments { chunk: 64, run_pages: 128, level: 9, templates: Vec::new() };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         let mut number = || -> Result<u32, Error> { Ok(words.next().ok_or("a number")?.parse()?) };

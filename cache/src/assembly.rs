@@ -14,7 +14,6 @@ use crate::Digest;
 use crate::chunk::{self, ScanError, is_zero};
 use crate::error::StoreError;
 use crate::index::{Chunk, ChunkIndex};
-use crate::install::copy_range;
 use crate::lock::{self, Mode};
 use crate::object::Tree;
 use crate::pack::PAGE;
@@ -362,4 +361,23 @@ fn clear(file: &File, offset: u64, len: usize) -> io::Result<()> {
     let zeros = vec![0; len];
     debug_assert!(is_zero(&zeros));
     file.write_all_at(&zeros, offset)
+}
+
+/// Chunks of a file as another image has them, for reuse.
+fn copy_range(from: &File, to: &File, offset: (u64, u64), len: usize) -> io::Result<()> {
+    // Shares blocks where the file system can, and copies in the kernel where it cannot.
+    let (mut at, mut put, mut left) = (offset.0, offset.1, len);
+    while left > 0 {
+        match rustix::fs::copy_file_range(from, Some(&mut at), to, Some(&mut put), left) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => left -= count,
+            Err(_) => {
+                let mut buffer = vec![0; left];
+                from.read_exact_at(&mut buffer, at)?;
+                to.write_all_at(&buffer, put)?;
+                left = 0;
+            }
+        }
+    }
+    Ok(())
 }

@@ -6,10 +6,9 @@
 //! comes as frames out of packs, whole or by range. Every run is checked against its directory
 //! when it arrives, and every chunk against the image's index before the image is published.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,9 +20,10 @@ use crate::artifact::{
 };
 use crate::assembly::{Assembly, Part};
 use crate::error::StoreError;
+use crate::fetch_plan::{Job, Needed, jobs, needed_frames, read_frame};
 use crate::index::{ChunkIndex, IndexError, MAX_INDEX_BYTES};
 use crate::object::MAX_DOCUMENT_BYTES;
-use crate::pack::{self, Directory, Frame, MAX_DIRECTORY_BYTES};
+use crate::pack::{self, Directory, MAX_DIRECTORY_BYTES};
 use crate::pagemap::{MAX_MAP_BYTES, PageMap};
 use crate::store::Store;
 use crate::template::{SnapshotManifest, TemplateManifest};
@@ -33,11 +33,6 @@ use crate::working_set::WorkingSet;
 const MAX_MAP_LAYER_BYTES: u64 = 64 * 1024 * 1024;
 /// The largest blob (kernel, initramfs, state).
 const MAX_BLOB_BYTES: u64 = 4 << 30;
-/// Frames this close together are fetched in one request.
-pub(crate) const MAX_GAP: u64 = 128 * 1024;
-/// How much one request fetches at most, so that several run side by side.
-const MAX_REQUEST: u64 = 16 * 1024 * 1024;
-
 /// Where the blobs of an artifact are.
 pub trait BlobSource: Sync {
     /// Opens `len` bytes of a blob from `offset` on. The bytes are not trusted.
@@ -116,13 +111,6 @@ pub struct Installer<'a> {
     observer: &'a (dyn Fn(InstallEvent) + Sync),
     manifest: &'a Manifest,
     fetched: std::sync::atomic::AtomicU64,
-}
-
-/// Frames that are fetched in one request.
-#[derive(Debug)]
-struct Job {
-    pack: u16,
-    frames: Vec<u32>,
 }
 
 impl<'a> Installer<'a> {
@@ -502,90 +490,6 @@ pub fn fetch_verified(
     Err(ArtifactError::Damaged { digest, what }.into())
 }
 
-/// For each frame, where its pages go.
-pub(crate) type Needed = HashMap<(u16, u32), Vec<crate::assembly::Target>>;
-
-pub(crate) fn needed_frames(
-    assembly: &Assembly,
-    directories: &BTreeMap<u16, Directory>,
-    config: &ArtifactConfig,
-) -> Result<Needed, ArtifactError> {
-    let mut needed = Needed::new();
-    for target in assembly.targets() {
-        let extent = &target.extent;
-        let frame: Option<&Frame> = directories
-            .get(&extent.pack)
-            .and_then(|directory| directory.frames().get(extent.frame as usize));
-        let end = usize::from(extent.first) + extent.count as usize;
-        if frame.is_none_or(|frame| frame.pages.len() < end) {
-            let pack = config.packs.get(usize::from(extent.pack)).map(|record| record.pack);
-            let what = match pack {
-                Some(pack) => format!("a page map points outside of pack {pack}"),
-                None => format!("a page map names pack {}", extent.pack),
-            };
-            return Err(ArtifactError::Inconsistent(what));
-        }
-        needed.entry((extent.pack, extent.frame)).or_default().push(target);
-    }
-    Ok(needed)
-}
-
-/// Groups frames into requests.
-fn jobs(needed: &Needed, directories: &BTreeMap<u16, Directory>) -> Vec<Job> {
-    let mut keys: Vec<_> = needed.keys().copied().collect();
-    keys.sort_unstable();
-    let mut jobs: Vec<Job> = Vec::new();
-    for (pack, number) in keys {
-        let frame = &directories[&pack].frames()[number as usize];
-        if let Some(job) = jobs.last_mut()
-            && job.pack == pack
-        {
-            let (start, len) = job.span(directories);
-            let end = frame.offset + u64::from(frame.len);
-            if frame.offset - (start + len) <= MAX_GAP && end - start <= MAX_REQUEST {
-                job.frames.push(number);
-                continue;
-            }
-        }
-        jobs.push(Job { pack, frames: vec![number] });
-    }
-    jobs
-}
-
-impl Job {
-    fn span(&self, directories: &BTreeMap<u16, Directory>) -> (u64, u64) {
-        self.span_in(&directories[&self.pack])
-    }
-
-    /// Where in the pack the frames start, and how long they are with the gaps between them.
-    fn span_in(&self, directory: &Directory) -> (u64, u64) {
-        let frame = |number: Option<&u32>| number.map(|&n| &directory.frames()[n as usize]);
-        match (frame(self.frames.first()), frame(self.frames.last())) {
-            (Some(first), Some(last)) => {
-                (first.offset, last.offset + u64::from(last.len) - first.offset)
-            }
-            _ => (0, 0),
-        }
-    }
-}
-
-/// Skips to a frame and reads it.
-pub(crate) fn read_frame(
-    reader: &mut dyn Read,
-    position: &mut u64,
-    frame: &Frame,
-) -> io::Result<Vec<u8>> {
-    let gap = frame.offset - *position;
-    let skipped = io::copy(&mut Read::take(&mut *reader, gap), &mut io::sink())?;
-    let mut bytes = vec![0; frame.len as usize];
-    if skipped < gap {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    reader.read_exact(&mut bytes)?;
-    *position = frame.offset + u64::from(frame.len);
-    Ok(bytes)
-}
-
 fn decode_map(layer: &[u8], digest: &Digest) -> Result<PageMap, InstallError> {
     let mut bytes = Vec::new();
     let decoded = zstd::stream::read::Decoder::with_buffer(layer)
@@ -616,25 +520,6 @@ impl Store {
         let _lock = self.lock(crate::lock::Mode::Shared)?;
         self.hold_if_present(crate::object::Tree::Objects, digest)
     }
-}
-
-/// Chunks of a file as another image has them, for reuse.
-pub(crate) fn copy_range(from: &File, to: &File, offset: (u64, u64), len: usize) -> io::Result<()> {
-    // Shares blocks where the file system can, and copies in the kernel where it cannot.
-    let (mut at, mut put, mut left) = (offset.0, offset.1, len);
-    while left > 0 {
-        match rustix::fs::copy_file_range(from, Some(&mut at), to, Some(&mut put), left) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => left -= count,
-            Err(_) => {
-                let mut buffer = vec![0; left];
-                from.read_exact_at(&mut buffer, at)?;
-                to.write_all_at(&buffer, put)?;
-                left = 0;
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Removes the partial images that nobody is working on.

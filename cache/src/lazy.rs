@@ -32,9 +32,8 @@ use crate::Digest;
 use crate::artifact::{ArtifactConfig, ArtifactError, Manifest};
 use crate::assembly::{Assembly, Target};
 use crate::error::StoreError;
-use crate::install::{
-    BlobSource, InstallError, Installed, Installer, MAX_GAP, needed_frames, read_frame,
-};
+use crate::fetch_plan::{MAX_GAP, needed_frames, read_frame};
+use crate::install::{BlobSource, InstallError, Installed, Installer};
 use crate::pack::{self, Directory, PAGE};
 use crate::store::Store;
 use crate::template::{SnapshotManifest, TemplateManifest};

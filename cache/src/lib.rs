@@ -6,14 +6,17 @@
 
 pub mod artifact;
 mod assembly;
+mod authorization;
 mod challenge;
 pub mod chunk;
 mod closure;
 mod compat_image;
+mod conversation;
 pub mod credentials;
 pub mod digest;
 mod durable;
 pub mod error;
+mod fetch_plan;
 pub mod format;
 pub mod gc;
 pub mod index;

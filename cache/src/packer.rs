@@ -133,6 +133,21 @@ impl HashedImage {
         Ok(Self { file, path: path.to_owned(), size, pages })
     }
 
+    /// The pages, those in `first` before the others.
+    fn in_order(&self, first: &[u32]) -> Vec<(u32, PageHash)> {
+        let mut done = std::collections::HashSet::new();
+        let mut order = Vec::with_capacity(self.pages.len());
+        for page in first {
+            if let Ok(at) = self.pages.binary_search_by_key(page, |(page, _)| *page)
+                && done.insert(*page)
+            {
+                order.push(self.pages[at]);
+            }
+        }
+        order.extend(self.pages.iter().filter(|(page, _)| !done.contains(page)));
+        order
+    }
+
     pub(crate) fn hashes(&self) -> impl Iterator<Item = PageHash> {
         self.pages.iter().map(|(_, hash)| *hash)
     }
@@ -179,13 +194,19 @@ impl Packer {
         });
     }
 
-    /// Puts those of the image's pages into packs that are not in one.
-    pub(crate) fn add(&mut self, image: &HashedImage, cut: Cut) -> Result<PlacedImage, StoreError> {
-        let mut extents: Vec<(u32, u32, u32, u16)> = Vec::new();
+    /// Puts those of the image's pages into packs that are not in one. The pages named in `first`
+    /// go first, in that order, so that they lie together.
+    pub(crate) fn add(
+        &mut self,
+        image: &HashedImage,
+        cut: Cut,
+        first: &[u32],
+    ) -> Result<PlacedImage, StoreError> {
         let first_run = self.runs.len() as u32;
         let mut new_runs: Vec<Vec<u32>> = Vec::new();
         let mut window = None;
-        for &(page, hash) in &image.pages {
+        let mut placed: Vec<(u32, Place)> = Vec::with_capacity(image.pages.len());
+        for (page, hash) in image.in_order(first) {
             let place = self.known.get(&hash).copied().unwrap_or_else(|| {
                 let here = page / self.run_pages as u32;
                 let full = new_runs.last().is_none_or(|run| run.len() >= self.run_pages);
@@ -200,6 +221,11 @@ impl Packer {
                 self.known.insert(hash, place);
                 place
             });
+            placed.push((page, place));
+        }
+        placed.sort_unstable_by_key(|(page, _)| *page);
+        let mut extents: Vec<(u32, u32, u32, u16)> = Vec::new();
+        for (page, place) in placed {
             match extents.last_mut() {
                 Some((first, count, run, start))
                     if *first + *count == page

@@ -19,6 +19,7 @@ use crate::packer::{Cut, HashedImage, Packer, PlacedImage};
 use crate::pagemap::{Extent, PageMap};
 use crate::store::Store;
 use crate::template::{KernelBundle, ObjectRef, SnapshotManifest, TemplateManifest};
+use crate::working_set::{Role, WorkingSet};
 use crate::{Digest, durable};
 
 /// How to prepare.
@@ -115,8 +116,12 @@ pub enum PublishError {
 impl Default for PublishOptions {
     fn default() -> Self {
         Self {
-            level: 3,
-            run_pages: 64,
+            // Measured with examples/measure.rs on a Debian root of 233 MiB and 85 MiB of memory:
+            // 94.4 MB at level 3 in runs of 128 KiB, 84.9 MB at level 6 in runs of 512 KiB (3.9 s
+            // of processor time for adopting, publishing and installing), 84.2 MB at level 9
+            // (5.0 s), 83.8 MB at level 12 (7.0 s).
+            level: 9,
+            run_pages: 128,
             created: None,
             annotations: BTreeMap::new(),
             bases: Vec::new(),
@@ -209,16 +214,37 @@ impl Publisher<'_> {
         for base in useful(&self.options.bases, self.options.min_use_percent, all) {
             packer.build_upon(base.record, &base.directory, base.directory_len);
         }
-        let place = |packer: &mut Packer, object: &ObjectRef, role, image, cut| {
-            packer.add(image, cut).map(|image| Placed { object: object.clone(), role, image })
+        let place = |packer: &mut Packer, object: &ObjectRef, role, image, cut, first: &[u32]| {
+            let image = packer.add(image, cut, first)?;
+            Ok::<_, StoreError>(Placed { object: object.clone(), role, image })
         };
-        let rootfs_placed = place(&mut packer, &manifest.rootfs, "rootfs", &rootfs, Cut::Aligned)?;
+        let rootfs_placed =
+            place(&mut packer, &manifest.rootfs, "rootfs", &rootfs, Cut::Aligned, &[])?;
         packer.close()?;
         let mut placed = Vec::new();
-        for ((_, snapshot), images) in snapshots.iter().zip(&images) {
-            let memory =
-                place(&mut packer, &snapshot.memory, "memory", &images.memory, Cut::Dense)?;
-            let disk = place(&mut packer, &snapshot.disk, "disk", &images.disk, Cut::Dense)?;
+        for ((digest, snapshot), images) in snapshots.iter().zip(&images) {
+            // What is touched first lies together, and comes in few requests.
+            let set = self.store.working_set(digest)?.map(|(_, set)| set);
+            let touched = |wanted: Role| -> Vec<u32> {
+                let pages = set.iter().flat_map(WorkingSet::pages);
+                pages.filter(|(role, _)| *role == wanted).map(|(_, page)| page).collect()
+            };
+            let memory = place(
+                &mut packer,
+                &snapshot.memory,
+                "memory",
+                &images.memory,
+                Cut::Dense,
+                &touched(Role::Memory),
+            )?;
+            let disk = place(
+                &mut packer,
+                &snapshot.disk,
+                "disk",
+                &images.disk,
+                Cut::Dense,
+                &touched(Role::Disk),
+            )?;
             packer.close()?;
             placed.push([memory, disk]);
         }

@@ -5,6 +5,14 @@
 //! a general client leaves to chance is settled here: every answer is bounded, redirects are
 //! followed by hand, and credentials go where they belong and nowhere else.
 //!
+//! # Why not a general client
+//! `oci-client` 0.18 was tried against scripted servers. Told by a registry to fetch a token from a
+//! plain-HTTP address on another host, it sent the user's password there, and it has no hook to
+//! refuse; and it read a manifest of 200 MiB into memory. By its source, it has no identity tokens
+//! (`RegistryAuth`), asks for a token for the target repository only when it mounts from another
+//! (`mount_blob`, `_auth`), and its errors carry no headers, so that `Retry-After` is lost. Its range
+//! reads, and its care not to show credentials to an upload location elsewhere, were in order.
+//!
 //! # Where credentials go
 //! - To the registry itself, and to the token service it names.
 //! - Over TLS; over plain HTTP only to loopback or to a host the user has named for that.
@@ -19,22 +27,17 @@ use std::io::{self, Read};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
-use ureq::http::{Method, Request, Response, Uri, header};
+use ureq::http::{Method, Response, header};
 use ureq::{Agent, Body, SendBody};
 
 use crate::Digest;
 use crate::artifact::{Descriptor, INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES};
-use crate::challenge::{Challenge, parse_challenges};
+use crate::conversation::{is_transient, no_body};
 use crate::credentials::{Credential, CredentialError, Credentials};
 use crate::install::BlobSource;
 
-const MAX_REDIRECTS: u32 = 5;
 /// More than any token or error answer has.
-const MAX_ANSWER_BYTES: u64 = 1024 * 1024;
-/// The longest that `Retry-After` is obeyed.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
+pub(crate) const MAX_ANSWER_BYTES: u64 = 1024 * 1024;
 
 /// How to reach registries.
 #[derive(Debug, Clone)]
@@ -78,17 +81,17 @@ pub enum Access {
 /// One repository of one registry.
 #[derive(Debug)]
 pub struct Repository {
-    agent: Agent,
-    options: RegistryOptions,
-    host: String,
-    repository: String,
-    base: String,
-    access: Access,
+    pub(crate) agent: Agent,
+    pub(crate) options: RegistryOptions,
+    pub(crate) host: String,
+    pub(crate) repository: String,
+    pub(crate) base: String,
+    pub(crate) access: Access,
     /// Whether the registry is spoken to without TLS.
-    plain: bool,
+    pub(crate) plain: bool,
     /// The current `Authorization` by scope.
-    authorization: Mutex<HashMap<String, String>>,
-    credential: Option<Credential>,
+    pub(crate) authorization: Mutex<HashMap<String, String>>,
+    pub(crate) credential: Option<Credential>,
 }
 
 /// A registry did not do what it was asked to.
@@ -176,9 +179,6 @@ pub struct Fetched {
     /// The bytes.
     pub bytes: Vec<u8>,
 }
-
-/// The body of a request, made afresh for each try.
-type MakeBody<'a> = &'a (dyn Fn() -> io::Result<(SendBody<'static>, u64)> + Sync);
 
 impl RegistryError {
     /// Whether the thing asked for is not there, rather than out of reach.
@@ -434,314 +434,6 @@ impl Repository {
             tries += 1;
         }
     }
-
-    /// Sends a request, with retries.
-    fn request(
-        &self,
-        method: &Method,
-        target: &str,
-        headers: &[(&'static str, String)],
-        body: Option<MakeBody<'_>>,
-        more_scope: Option<&str>,
-    ) -> Result<Response<Body>, RegistryError> {
-        for tries in 0.. {
-            let last = tries >= self.options.retries;
-            match self.once(method, target, headers, body, more_scope) {
-                Ok(response) if is_transient(response.status().as_u16()) && !last => {
-                    self.wait(tries, Some(&response));
-                }
-                Err(RegistryError::Unreachable { .. }) if !last => self.wait(tries, None),
-                result => return result,
-            }
-        }
-        unreachable!("the last try returns")
-    }
-
-    /// Sends a request, following redirects and a call for credentials.
-    fn once(
-        &self,
-        method: &Method,
-        target: &str,
-        headers: &[(&'static str, String)],
-        body: Option<MakeBody<'_>>,
-        more_scope: Option<&str>,
-    ) -> Result<Response<Body>, RegistryError> {
-        let home: Uri = self.uri(&self.base)?;
-        let scope = self.scope(more_scope);
-        let mut uri = self.uri(target)?;
-        let (mut redirects, mut refreshed) = (0, false);
-        loop {
-            let at_home = same_authority(&uri, &home);
-            let mut request = Request::builder().method(method.clone()).uri(uri.clone());
-            for (name, value) in headers {
-                request = request.header(*name, value);
-            }
-            if at_home && let Some(value) = self.known_authorization(&scope) {
-                request = request.header(header::AUTHORIZATION, value);
-            }
-            let response = self.send(request, body)?;
-            let status = response.status().as_u16();
-            match status {
-                401 if at_home && !refreshed => {
-                    refreshed = true;
-                    self.authorize(&response, &scope)?;
-                }
-                301 | 302 | 303 | 307 | 308 if matches!(*method, Method::GET | Method::HEAD) => {
-                    redirects += 1;
-                    if redirects > MAX_REDIRECTS {
-                        let what = format!("it redirected more than {MAX_REDIRECTS} times");
-                        return Err(RegistryError::Protocol { host: self.host.clone(), what });
-                    }
-                    let next = response
-                        .headers()
-                        .get(header::LOCATION)
-                        .and_then(|value| value.to_str().ok())
-                        .and_then(|location| resolve(&uri, location))
-                        .ok_or_else(|| RegistryError::Protocol {
-                            host: self.host.clone(),
-                            what: "it redirected to nowhere".to_owned(),
-                        })?;
-                    self.check_line(&next)?;
-                    uri = next;
-                }
-                _ => return Ok(response),
-            }
-        }
-    }
-
-    fn send(
-        &self,
-        request: ureq::http::request::Builder,
-        body: Option<MakeBody<'_>>,
-    ) -> Result<Response<Body>, RegistryError> {
-        let bad = |what: String| RegistryError::Protocol { host: self.host.clone(), what };
-        let sent = match body {
-            None => {
-                let request = request.body(()).map_err(|error| bad(error.to_string()))?;
-                self.agent.run(request)
-            }
-            Some(body) => {
-                let (body, len) = body().map_err(|source| RegistryError::Local {
-                    what: "what is to be sent".to_owned(),
-                    source,
-                })?;
-                let request = request
-                    .header(header::CONTENT_LENGTH, len)
-                    .body(body)
-                    .map_err(|error| bad(error.to_string()))?;
-                self.agent.run(request)
-            }
-        };
-        sent.map_err(|error| RegistryError::Unreachable {
-            host: self.host.clone(),
-            what: error.to_string(),
-        })
-    }
-
-    /// Answers a call for credentials.
-    fn authorize(&self, response: &Response<Body>, scope: &str) -> Result<(), RegistryError> {
-        let unauthorized = || RegistryError::Unauthorized {
-            host: self.host.clone(),
-            repository: self.repository.clone(),
-        };
-        let challenges: Vec<Challenge> = response
-            .headers()
-            .get_all(header::WWW_AUTHENTICATE)
-            .iter()
-            .filter_map(|value| value.to_str().ok())
-            .flat_map(parse_challenges)
-            .collect();
-        let bearer = challenges.iter().find(|challenge| challenge.scheme == "bearer");
-        let value = match bearer {
-            Some(challenge) => format!("Bearer {}", self.token(challenge, scope)?),
-            None if challenges.iter().any(|challenge| challenge.scheme == "basic") => {
-                let Some(Credential::Basic { user, password }) = &self.credential else {
-                    return Err(unauthorized());
-                };
-                self.check_line(&self.uri(&self.base)?)?;
-                format!("Basic {}", STANDARD.encode(format!("{user}:{password}")))
-            }
-            None => return Err(unauthorized()),
-        };
-        self.authorization
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .insert(scope.to_owned(), value);
-        Ok(())
-    }
-
-    /// Gets a token from the service that a challenge names.
-    fn token(&self, challenge: &Challenge, scope: &str) -> Result<String, RegistryError> {
-        let protocol = |what: String| RegistryError::Protocol { host: self.host.clone(), what };
-        let realm = challenge
-            .get("realm")
-            .and_then(|realm| realm.parse::<Uri>().ok())
-            .filter(|realm| realm.authority().is_some())
-            .ok_or_else(|| protocol("it asks for a token without saying where from".to_owned()))?;
-        if self.credential.is_some() {
-            self.check_line(&realm)?;
-        }
-        let mut query: Vec<_> = scope.split(' ').map(|scope| ("scope", scope)).collect();
-        if let Some(service) = challenge.get("service") {
-            query.push(("service", service));
-        }
-        // A token service on the same loopback is as near as the registry.
-        let base = Request::builder();
-        let response = match &self.credential {
-            Some(Credential::Identity(token)) => {
-                query.extend([
-                    ("grant_type", "refresh_token"),
-                    ("refresh_token", token),
-                    ("client_id", "parbake"),
-                ]);
-                let form = encode(&query);
-                let body = move || {
-                    let bytes = form.clone().into_bytes();
-                    let len = bytes.len() as u64;
-                    Ok((SendBody::from_owned_reader(io::Cursor::new(bytes)), len))
-                };
-                let request = base
-                    .method(Method::POST)
-                    .uri(realm)
-                    .header(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
-                self.send(request, Some(&body))?
-            }
-            other => {
-                let separator = if realm.query().is_some() { '&' } else { '?' };
-                let mut request =
-                    base.method(Method::GET).uri(format!("{realm}{separator}{}", encode(&query)));
-                if let Some(Credential::Basic { user, password }) = other {
-                    let pair = STANDARD.encode(format!("{user}:{password}"));
-                    request = request.header(header::AUTHORIZATION, format!("Basic {pair}"));
-                }
-                // Not followed anywhere: the credential is in it.
-                self.send(request, None)?
-            }
-        };
-        let mut response = match response.status().as_u16() {
-            401 | 403 => {
-                return Err(RegistryError::Unauthorized {
-                    host: self.host.clone(),
-                    repository: self.repository.clone(),
-                });
-            }
-            _ => self.expect(response, &[200], "asking for a token")?,
-        };
-        let bytes = self.read_bounded(response.body_mut(), MAX_ANSWER_BYTES, "a token")?;
-        let answer: serde_json::Value = serde_json::from_slice(&bytes)
-            .map_err(|_| protocol("its token is not JSON".to_owned()))?;
-        let token = ["token", "access_token"]
-            .iter()
-            .find_map(|field| answer[*field].as_str().filter(|token| !token.is_empty()));
-        token
-            .map(str::to_owned)
-            .ok_or_else(|| protocol("its token service answered without a token".to_owned()))
-    }
-
-    fn scope(&self, more: Option<&str>) -> String {
-        let actions = match self.access {
-            Access::Pull => "pull",
-            Access::Push => "pull,push",
-        };
-        let own = format!("repository:{}:{actions}", self.repository);
-        more.map_or(own.clone(), |more| format!("{own} {more}"))
-    }
-
-    fn known_authorization(&self, scope: &str) -> Option<String> {
-        self.authorization
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .get(scope)
-            .cloned()
-    }
-
-    /// Refuses to leave TLS, unless for a place that may be spoken to without.
-    fn check_line(&self, uri: &Uri) -> Result<(), RegistryError> {
-        let authority = uri.authority().map_or("", |authority| authority.as_str());
-        let open = uri.scheme_str() != Some("https");
-        let allowed = is_loopback(authority)
-            || self.options.plain_http.iter().any(|plain| plain == authority)
-            || self.plain && authority == self.host;
-        if open && !allowed {
-            return Err(RegistryError::Plain { host: authority.to_owned() });
-        }
-        Ok(())
-    }
-
-    fn uri(&self, target: &str) -> Result<Uri, RegistryError> {
-        let text = if target.starts_with('/') {
-            format!("{}{target}", self.base)
-        } else {
-            target.to_owned()
-        };
-        text.parse().map_err(|error| RegistryError::Protocol {
-            host: self.host.clone(),
-            what: format!("{text:?} is no address ({error})"),
-        })
-    }
-
-    /// Where an upload goes on. On another host, it gets no credentials.
-    fn location(&self, response: &Response<Body>) -> Option<String> {
-        let base = self.uri(&self.base).ok()?;
-        let value = response.headers().get(header::LOCATION)?.to_str().ok()?;
-        let uri = resolve(&base, value)?;
-        self.check_line(&uri).ok()?;
-        Some(uri.to_string())
-    }
-
-    /// Turns an answer with another status into an error that says what the registry says.
-    fn expect(
-        &self,
-        mut response: Response<Body>,
-        good: &[u16],
-        what: &str,
-    ) -> Result<Response<Body>, RegistryError> {
-        let status = response.status().as_u16();
-        if good.contains(&status) {
-            return Ok(response);
-        }
-        let (host, what) = (self.host.clone(), what.to_owned());
-        let repository = self.repository.clone();
-        Err(match status {
-            401 => RegistryError::Unauthorized { host, repository },
-            404 => RegistryError::NotFound { host, what },
-            _ => {
-                let detail = detail(response.body_mut());
-                if status == 403 {
-                    RegistryError::Denied { host, repository, detail }
-                } else {
-                    RegistryError::Status { host, status, what, detail }
-                }
-            }
-        })
-    }
-
-    fn read_bounded(
-        &self,
-        body: &mut Body,
-        limit: u64,
-        what: &str,
-    ) -> Result<Vec<u8>, RegistryError> {
-        let host = || self.host.clone();
-        let mut bytes = Vec::new();
-        body.as_reader().take(limit + 1).read_to_end(&mut bytes).map_err(|error| {
-            RegistryError::Unreachable { host: host(), what: error.to_string() }
-        })?;
-        if bytes.len() as u64 > limit {
-            let what = format!("{what} is larger than {limit} bytes");
-            return Err(RegistryError::Protocol { host: host(), what });
-        }
-        Ok(bytes)
-    }
-
-    fn wait(&self, tries: u32, response: Option<&Response<Body>>) {
-        let asked = response
-            .and_then(|response| response.headers().get(header::RETRY_AFTER))
-            .and_then(|value| value.to_str().ok()?.trim().parse().ok())
-            .map(Duration::from_secs);
-        let growing = self.options.pause.saturating_mul(1 << tries.min(10));
-        std::thread::sleep(asked.unwrap_or(growing).min(MAX_PAUSE));
-    }
 }
 
 impl BlobSource for Repository {
@@ -765,16 +457,8 @@ impl BlobSource for Repository {
     }
 }
 
-fn no_body() -> io::Result<(SendBody<'static>, u64)> {
-    Ok((SendBody::from_owned_reader(io::empty()), 0))
-}
-
-fn is_transient(status: u16) -> bool {
-    matches!(status, 408 | 429 | 500 | 502 | 503 | 504)
-}
-
 /// Whether `host[:port]` is this machine.
-fn is_loopback(host: &str) -> bool {
+pub(crate) fn is_loopback(host: &str) -> bool {
     let name = match host.strip_prefix('[') {
         Some(rest) => rest.split(']').next().unwrap_or(rest),
         None => host.split(':').next().unwrap_or(host),
@@ -788,69 +472,7 @@ fn speaks_tls(agent: &Agent, host: &str) -> bool {
     agent.get(format!("https://{host}/v2/")).call().is_ok()
 }
 
-fn same_authority(a: &Uri, b: &Uri) -> bool {
-    let port = |uri: &Uri| {
-        let default = if uri.scheme_str() == Some("https") { 443 } else { 80 };
-        uri.port_u16().unwrap_or(default)
-    };
-    a.scheme() == b.scheme()
-        && port(a) == port(b)
-        && a.host().zip(b.host()).is_some_and(|(a, b)| a.eq_ignore_ascii_case(b))
-}
-
-/// A `Location` relative to where it was given.
-fn resolve(base: &Uri, location: &str) -> Option<Uri> {
-    if location.starts_with("http://") || location.starts_with("https://") {
-        return location.parse().ok();
-    }
-    let (scheme, authority) = (base.scheme_str()?, base.authority()?);
-    if location.starts_with("//") {
-        return format!("{scheme}:{location}").parse().ok();
-    }
-    location.starts_with('/').then(|| format!("{scheme}://{authority}{location}").parse().ok())?
-}
-
 fn content_range_start(response: &Response<Body>) -> Option<u64> {
     let value = response.headers().get(header::CONTENT_RANGE)?.to_str().ok()?;
     value.strip_prefix("bytes ")?.split('-').next()?.trim().parse().ok()
-}
-
-/// What an error answer says, after a colon; bounded and printable.
-fn detail(body: &mut Body) -> String {
-    let mut bytes = Vec::new();
-    let _ = body.as_reader().take(MAX_ANSWER_BYTES).read_to_end(&mut bytes);
-    let said: Vec<String> = serde_json::from_slice::<serde_json::Value>(&bytes)
-        .ok()
-        .and_then(|answer| answer["errors"].as_array().cloned())
-        .into_iter()
-        .flatten()
-        .take(3)
-        .map(|error| {
-            let text = |field: &str| error[field].as_str().unwrap_or_default().to_owned();
-            format!("{} {}", text("code"), text("message")).trim().to_owned()
-        })
-        .filter(|text| !text.is_empty())
-        .collect();
-    if said.is_empty() {
-        return String::new();
-    }
-    let clean: String = said.join("; ").chars().filter(|c| !c.is_control()).take(300).collect();
-    format!(": {clean}")
-}
-
-/// `application/x-www-form-urlencoded`.
-fn encode(pairs: &[(&str, &str)]) -> String {
-    let escape = |text: &str| {
-        let mut escaped = String::new();
-        for byte in text.bytes() {
-            if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~') {
-                escaped.push(char::from(byte));
-            } else {
-                escaped.push_str(&format!("%{byte:02X}"));
-            }
-        }
-        escaped
-    };
-    let pair = |(name, value): &(&str, &str)| format!("{}={}", escape(name), escape(value));
-    pairs.iter().map(pair).collect::<Vec<_>>().join("&")
 }

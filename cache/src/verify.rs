@@ -102,6 +102,10 @@ impl Store {
         if repair && !found.is_empty() {
             let _lock = self.lock(Mode::Exclusive)?;
             for (tree, damage, path) in &found {
+                // Someone may have put it right, or taken it away, since it was looked at.
+                if self.inspect(*tree, &damage.digest, path)?.1.is_none() {
+                    continue;
+                }
                 let taken = match tree {
                     // Where a pull finds it, and fetches only what is wrong with it.
                     Tree::Images => {

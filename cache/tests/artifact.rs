@@ -196,6 +196,41 @@ fn pages_travel_once() {
     assert!(away.verify(false).unwrap().is_clean());
 }
 
+#[test]
+fn what_is_touched_first_lies_together() {
+    let directory = tempfile::tempdir().unwrap();
+    let home = store(directory.path(), "home");
+    let (template, snapshot) = bake(&home, 1);
+    // Scattered pages of the memory's own, which starts at page 1.
+    let touched: Vec<u32> = (0..20).map(|n| 290 - 14 * n).collect();
+    let pages = touched.iter().map(|page| (Role::Memory, *page));
+    home.set_working_set(&WorkingSet::of(snapshot, pages)).unwrap();
+    let publication = home.publish(&template, &PublishOptions::default()).unwrap();
+    let source = Memory::of(&publication);
+    let manifest = &publication.manifests[0].descriptor.digest;
+    let manifest = artifact::Manifest::parse(&source.blobs[manifest], manifest, "x").unwrap();
+    let map = manifest
+        .layers
+        .iter()
+        .filter(|l| l.media_type == layer::MAP)
+        .find(|l| l.annotations["dev.parbake.role"] == "memory")
+        .unwrap();
+    let map = zstd::stream::decode_all(&*source.blobs[&map.digest]).unwrap();
+    let map = parbake_cache::pagemap::PageMap::parse(&map).unwrap();
+    let places = touched.iter().map(|page| {
+        let holds = |e: &&parbake_cache::pagemap::Extent| (e.page..e.page + e.count).contains(page);
+        let extent = map.extents().iter().find(holds).unwrap();
+        (extent.pack, extent.frame, extent.first + (page - extent.page) as u16)
+    });
+    // One frame, in the order of touching.
+    let places: Vec<_> = places.collect();
+    let expected: Vec<_> = (0..20).map(|n| (places[0].0, 0, n)).collect();
+    assert_eq!(places, expected);
+    let away = store(directory.path(), "away");
+    install(&away, &source, &publication.index.descriptor, &Choice::All).unwrap();
+    assert!(away.verify(false).unwrap().is_clean());
+}
+
 fn bases(publication: &Publication) -> Vec<BasePack> {
     let memory = Memory::of(publication);
     publication

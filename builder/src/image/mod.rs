@@ -51,13 +51,6 @@ pub struct RegistryOptions {
 /// What happens while an image is read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The image is found.
-    Resolved {
-        /// SHA-256 of its manifest, if it has one.
-        manifest: Option<Digest>,
-        /// Number of its layers.
-        layers: usize,
-    },
     /// A layer's first bytes are being read.
     LayerStarted {
         /// The layer, counted from 0.
@@ -259,6 +252,10 @@ pub fn open(
         ImageSource::Directory { path } => directory::open(path, source),
         ImageSource::Registry { reference } => registry::open(reference, source, options),
     }?;
-    events(Event::Resolved { manifest: image.manifest_digest, layers: image.layers.len() });
+    let config = &image.config;
+    if image.manifest_digest.is_some() && (config.os.is_empty() || config.architecture.is_empty()) {
+        let wanted = &options.platform;
+        events(Event::Warning(format!("the image does not say its platform; taken for {wanted}")));
+    }
     Ok(image)
 }

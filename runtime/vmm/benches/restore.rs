@@ -1,7 +1,7 @@
 //! How long from starting a monitor to the first output of a restored guest, beside the least the
 //! same KVM calls take on this host.
 //!
-//! `cargo bench -p parbake-vmm --bench restore [-- --runs N --vmm PATH --memory-mib N]`, with the
+//! `cargo bench -p parbake-vmm --bench restore [-- --runs N --vmm PATH --memory-mib N --verbose]`, with the
 //! monitor built as it ships. A bare guest on `/dev/kvm` is frozen once and restored again and
 //! again; floor and restore alternate, so both see the same weather. Prints one JSON object with
 //! flat keys (milliseconds unless the name says otherwise).
@@ -28,10 +28,13 @@ struct Options {
     runs: usize,
     vmm: std::path::PathBuf,
     memory_mib: u32,
+    /// Every run on standard error.
+    verbose: bool,
 }
 
 fn options() -> Options {
-    let mut options = Options { runs: 200, vmm: support::binary(), memory_mib: 128 };
+    let mut options =
+        Options { runs: 200, vmm: support::binary(), memory_mib: 128, verbose: false };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         let mut value = || arguments.next().unwrap_or_else(|| panic!("{name} takes a value"));
@@ -39,6 +42,7 @@ fn options() -> Options {
             "--runs" => options.runs = value().parse().expect("a number"),
             "--vmm" => options.vmm = value().into(),
             "--memory-mib" => options.memory_mib = value().parse().expect("a number"),
+            "--verbose" => options.verbose = true,
             // What cargo adds.
             "--bench" => {}
             other => panic!("unknown option {other}"),
@@ -53,6 +57,12 @@ fn main() {
         return;
     }
     let options = options();
+    // As a node does: monitors start in a network namespace that is empty already.
+    // SAFETY: this process has one thread.
+    if let Err(e) = unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
+    {
+        eprintln!("monitors make a network namespace each: {e}");
+    }
     let directory = tempfile::tempdir().expect("directory");
     let (config, snapshot) = bake(&options, directory.path());
     let state = std::fs::read(&snapshot.state).expect("state");
@@ -66,6 +76,9 @@ fn main() {
         // The first rounds warm caches up.
         if run < 5 {
             continue;
+        }
+        if options.verbose {
+            eprintln!("{floor:.3} {:.3} {:?}", jailed.first_output, jailed.stages);
         }
         note("restore.kvm.floor_ms", floor);
         note("restore.kvm.spawn_to_first_output_ms", jailed.first_output);

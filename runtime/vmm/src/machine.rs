@@ -27,6 +27,7 @@ use crate::device::{DeviceError, VirtioDevice};
 use crate::error::{Failure, HostContext, KvmContext};
 use crate::layout;
 use crate::ports::Ports;
+use crate::snapshot::residency::Residency;
 use crate::snapshot::state::{
     Contract, MachineState, STATE_VERSION, Shape, VIRTIO, feature_words, from_bytes, to_bytes,
 };
@@ -131,6 +132,7 @@ pub struct Frozen {
     contract: Option<Contract>,
     msr_indices: Vec<u32>,
     xsave_words: usize,
+    residency: Option<Residency>,
     /// Wired to the generic event device's line; kept open as long as the machine lives.
     _generation_event: EventFd,
 }
@@ -349,6 +351,7 @@ fn cold(
             shape: shape(config, 0),
             contract: None,
             xsave_words,
+            residency: Residency::open(None),
             _generation_event: generation_event,
         },
         paused: false,
@@ -455,6 +458,7 @@ fn thaw(
             shape,
             contract: Some(state.contract),
             xsave_words,
+            residency: Residency::open(Some(image)),
             _generation_event: generation_event,
         },
         paused: false,
@@ -506,9 +510,9 @@ impl Frozen {
         })
     }
 
-    /// Guest memory, for the image.
-    pub fn memory(&self) -> &GuestMemoryMmap {
-        &self.memory
+    /// Writes guest memory; returns how many bytes were not zero.
+    pub fn write_memory(&self, image: &File) -> std::io::Result<u64> {
+        memory::write_image(&self.memory, self.residency.as_ref(), image)
     }
 }
 

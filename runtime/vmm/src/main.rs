@@ -85,6 +85,7 @@ fn start(socket: UnixStream, events: &Arc<Events>, mut stages: Stages) -> Result
     let machine = machine::open(&config, events, &mut stages)?;
     let poll = Poll::new(&requests, &machine.shared, &machine.devices)?;
     let filters = config.jail.seccomp.then(Filters::compile).transpose()?.map(Arc::new);
+    stages.mark("filters");
     let mut jail = jail::enter(&config)?;
     if filters.is_some() {
         jail.push("seccomp".into());

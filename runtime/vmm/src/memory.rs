@@ -14,6 +14,7 @@ use vm_memory::{
 
 use crate::error::{Failure, KvmContext};
 use crate::layout;
+use crate::snapshot::residency::Residency;
 
 /// Size of a guest page in bytes.
 pub const PAGE: usize = 4096;
@@ -139,41 +140,37 @@ pub fn attach(vm: &VmFd, memory: &GuestMemoryMmap) -> Result<(), Failure> {
 
 /// Writes the memory of a stopped machine to `image`, leaving out zero pages, and returns how many
 /// bytes were not zero. `image` gets the machine's size; what it held before is discarded.
-pub fn write_image(memory: &GuestMemoryMmap, image: &File) -> std::io::Result<u64> {
+/// `residency` saves looking at pages that were never touched.
+pub fn write_image(
+    memory: &GuestMemoryMmap,
+    residency: Option<&Residency>,
+    image: &File,
+) -> std::io::Result<u64> {
     const RUN_MAX: usize = 1 << 20;
     image.set_len(0)?;
     image.set_len(memory.iter().map(GuestMemoryRegion::len).sum())?;
     let (mut written, mut base) = (0u64, 0u64);
     for region in memory.iter() {
-        let length = region.size();
-        // SAFETY: the mapping is `length` bytes long and lives as long as `region`. The vCPUs are
-        // stopped and the devices quiet, so nothing writes to it while the slice exists.
-        let bytes = unsafe { std::slice::from_raw_parts(region.as_ptr().cast_const(), length) };
-        let mut run = None;
+        let (address, length) = (region.as_ptr(), region.size());
+        let touched = residency.and_then(|known| known.of(address as usize, length, base).ok());
+        let may_hold_data = |at: usize| touched.as_ref().is_none_or(|map| map[at / PAGE]);
+        // SAFETY: the mapping is `length` bytes long and lives as long as the process. The vCPUs
+        // are stopped and the devices quiet, so nothing writes to it while the slice exists.
+        let bytes = unsafe { std::slice::from_raw_parts(address.cast_const(), length) };
+        let mut run = 0..0;
         for (at, page) in (0..).step_by(PAGE).zip(bytes.chunks(PAGE)) {
-            let start = match (is_zero(page), run) {
-                (false, None) => {
-                    run = Some(at);
-                    continue;
-                }
-                (false, Some(start)) if at - start < RUN_MAX => continue,
-                (false, Some(start)) => {
-                    run = Some(at);
-                    start
-                }
-                (true, Some(start)) => {
-                    run = None;
-                    start
-                }
-                (true, None) => continue,
-            };
-            image.write_all_at(&bytes[start..at], base + start as u64)?;
-            written += (at - start) as u64;
+            if !may_hold_data(at) || is_zero(page) {
+                continue;
+            }
+            if run.end != at || run.len() >= RUN_MAX {
+                image.write_all_at(&bytes[run.clone()], base + run.start as u64)?;
+                written += run.len() as u64;
+                run = at..at;
+            }
+            run.end = at + page.len();
         }
-        if let Some(start) = run {
-            image.write_all_at(&bytes[start..], base + start as u64)?;
-            written += (length - start) as u64;
-        }
+        image.write_all_at(&bytes[run.clone()], base + run.start as u64)?;
+        written += run.len() as u64;
         base += length as u64;
     }
     Ok(written)
@@ -182,4 +179,61 @@ pub fn write_image(memory: &GuestMemoryMmap, image: &File) -> std::io::Result<u6
 fn is_zero(page: &[u8]) -> bool {
     // Sixteen words at a time become vector instructions; most pages differ in the first block.
     page.chunks(128).all(|block| block.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+    use vm_memory::Bytes;
+
+    /// Writes the image, with and without knowing what was touched; both must be the memory.
+    fn check(memory: &GuestMemoryMmap, residency: &Residency, expected: &[u8]) -> File {
+        let mut files = [Some(residency), None].map(|residency| {
+            let file = tempfile::tempfile().expect("file");
+            let written = write_image(memory, residency, &file).expect("image");
+            let pages = expected.chunks(PAGE).filter(|page| !is_zero(page)).count();
+            assert_eq!(written, (pages * PAGE) as u64);
+            let mut found = vec![0; expected.len()];
+            file.read_exact_at(&mut found, 0).expect("read");
+            assert!(found == expected, "the image is not the memory");
+            assert!(file.metadata().expect("metadata").blocks() * 512 < 4 << 20, "not sparse");
+            file
+        });
+        std::mem::replace(&mut files[0], tempfile::tempfile().expect("file"))
+    }
+
+    #[test]
+    fn an_image_holds_exactly_the_memory_over_generations() {
+        let mut expected = vec![0u8; 16 << 20];
+        let mut write = |memory: &GuestMemoryMmap, at: usize, bytes: &[u8]| {
+            memory.write_slice(bytes, GuestAddress(at as u64)).expect("write");
+            expected[at..at + bytes.len()].copy_from_slice(bytes);
+            expected.clone()
+        };
+        let memory = anonymous(16).expect("memory");
+        let residency = Residency::open(None).expect("pagemap");
+        let now = write(&memory, 5 * PAGE - 1, b"across two pages");
+        let image = check(&memory, &residency, &now);
+
+        // Mapped from the image: changes in its data, in its holes, and data turned to zeros.
+        let memory = private_image(16, &image).expect("memory");
+        let residency = Residency::open(Some(&image)).expect("pagemap");
+        let now = write(&memory, 4 * PAGE + 9, b"changed");
+        check(&memory, &residency, &now);
+        write(&memory, 10 << 20, &[7; 3 * PAGE]);
+        write(&memory, (16 << 20) - 1, &[9]);
+        let now = write(&memory, 5 * PAGE - 1, &[0; 16]);
+        let image = check(&memory, &residency, &now);
+
+        let memory = private_image(16, &image).expect("memory");
+        let residency = Residency::open(Some(&image)).expect("pagemap");
+        check(&memory, &residency, &now);
+    }
+
+    #[test]
+    fn memory_beyond_the_gap_follows_in_the_image() {
+        assert_eq!(regions(3072), [(0, 3 << 30)]);
+        assert_eq!(regions(3073), [(0, 3 << 30), (4 << 30, 1 << 20)]);
+    }
 }

@@ -20,7 +20,6 @@ use crate::control::{ControlError, Events, Requests};
 use crate::device::mmio::MmioTransport;
 use crate::error::{Failure, HostContext};
 use crate::machine::{Devices, Frozen, host_fds, state_version};
-use crate::memory;
 use crate::snapshot::StateError;
 use crate::vcpu::{Shared, Vcpus};
 
@@ -257,7 +256,9 @@ impl Running {
         let (state_file, rest) = files.split_at(1);
         write_state(&state_file[0], &bytes)
             .map_err(|e| StateError::Io(format!("cannot be written: {e}")))?;
-        let memory_data_bytes = memory::write_image(self.frozen.memory(), &rest[0])
+        let memory_data_bytes = self
+            .frozen
+            .write_memory(&rest[0])
             .map_err(|e| Failure::Memory(format!("the image cannot be written: {e}")))?;
         let mut overlay_data_bytes = Vec::new();
         for (disk, file) in rest[1..].iter().enumerate() {

@@ -43,7 +43,12 @@ fn every_thread_is_locked_in() {
         .collect();
     assert_eq!(tasks.len(), 3, "two vCPUs and the event loop");
     for task in tasks {
-        assert_eq!(status(&task, "Seccomp"), "2", "{task:?}");
+        // Each enters its filter by itself, before it does anything else.
+        let entered = (0..100).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            status(&task, "Seccomp") == "2"
+        });
+        assert!(entered, "{task:?}");
         assert_eq!(status(&task, "NoNewPrivs"), "1", "{task:?}");
         for set in ["CapEff", "CapPrm", "CapInh"] {
             assert_eq!(status(&task, set), "0000000000000000", "{task:?} {set}");
@@ -67,16 +72,49 @@ fn its_root_is_empty_and_its_namespaces_are_its_own() {
     monitor.quit();
 }
 
+/// A host may start its monitors in an empty network namespace; then they stay there.
+#[test]
+fn an_empty_network_namespace_is_kept() {
+    needs_kvm!();
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can make a network namespace");
+        return;
+    }
+    std::thread::spawn(|| {
+        // SAFETY: only this thread moves; it shares nothing that depends on the namespace.
+        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
+            .expect("a network namespace");
+        let own = std::fs::read_link("/proc/thread-self/ns/net").expect("namespace");
+        let (monitor, layers) = running(Jail::default(), 1);
+        assert_eq!(namespace(monitor.child.id(), "net"), own);
+        assert!(layers.iter().any(|layer| layer == "namespace:net(inherited, empty)"));
+        monitor.quit();
+    })
+    .join()
+    .expect("thread");
+}
+
 #[test]
 fn it_holds_nothing_it_does_not_need() {
     needs_kvm!();
     let (monitor, _) = running(Jail::default(), 1);
+    // Its own, to write sparse images.
+    let pagemap = format!("/proc/{}/pagemap", monitor.child.id());
     for entry in std::fs::read_dir(format!("/proc/{}/fd", monitor.child.id())).expect("fds") {
         let target = std::fs::read_link(entry.expect("fd").path()).expect("target");
         let target = target.to_string_lossy().into_owned();
         let known = ["socket:", "pipe:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]"]
             .iter()
-            .chain(["anon_inode:kvm-vm", "anon_inode:kvm-vcpu", "/dev/null", "/dev/pts"].iter())
+            .chain(
+                [
+                    pagemap.as_str(),
+                    "anon_inode:kvm-vm",
+                    "anon_inode:kvm-vcpu",
+                    "/dev/null",
+                    "/dev/pts",
+                ]
+                .iter(),
+            )
             .any(|known| target.starts_with(known));
         assert!(known, "it still holds {target}");
     }

@@ -206,3 +206,54 @@ fn a_request_line_without_end_ends_the_monitor() {
     }
     assert_eq!(monitor.wait(), 1);
 }
+
+/// Random damage behind a valid checksum: the monitor refuses it, or runs a guest that may crash;
+/// it never dies of it itself.
+#[test]
+fn a_mutated_state_never_kills_the_monitor() {
+    needs_kvm!();
+    let directory = tempfile::tempdir().expect("directory");
+    let (config, snapshot) = frozen(directory.path());
+    let sections = format::decode(&std::fs::read(&snapshot.state).expect("state")).expect("good");
+    let mutated = Snapshot { state: directory.path().join("mutated"), ..snapshot };
+    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    let mut next = |below: usize| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        usize::try_from(random >> 33).expect("31 bits") % below
+    };
+    let (mut refused, mut started) = (0, 0);
+    for _ in 0..60 {
+        let mut sections = sections.clone();
+        for _ in 0..=next(3) {
+            let section = next(sections.len());
+            let payload = &mut sections[section].payload;
+            let at = next(payload.len().max(1));
+            match (next(4), payload.get_mut(at)) {
+                (0, _) => payload.truncate(at),
+                (1, _) => payload.insert(at.min(payload.len()), 0xff),
+                (2, Some(byte)) => *byte = 0xff,
+                (_, Some(byte)) => *byte ^= 1 << next(8),
+                _ => {}
+            }
+        }
+        std::fs::write(&mutated.state, format::encode(&sections)).expect("write");
+        let mut monitor = spawn(&restore(&config, &mutated));
+        match monitor.event() {
+            Event::Failed { message, .. } => {
+                assert!(!message.is_empty());
+                assert_eq!(monitor.wait(), 1);
+                refused += 1;
+            }
+            Event::Started { .. } => {
+                // The guest may have crashed already, which ends the monitor properly, too.
+                monitor.raw(b"{\"op\":\"quit\"}\n");
+                assert_eq!(monitor.wait(), 0);
+                started += 1;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(refused > 5 && started > 5, "{refused} refused, {started} started");
+}

@@ -74,7 +74,8 @@ impl StepContext<'_> {
                 target.as_str()
             }
         });
-        let stubs = Stubs::note(root, targets.chain(["/proc", "/dev", "/sys"]))
+        // Not /proc, /dev and /sys: they stay where they were missing, as with BuildKit.
+        let stubs = Stubs::note(root, targets)
             .map_err(|error| self.failed(|| "looking at mount points".to_owned(), error))?;
         let job = Job {
             args: &run.args,

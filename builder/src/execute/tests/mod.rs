@@ -273,3 +273,88 @@ fn downloads_are_checked_and_looked_up_by_content() {
     let error = case.build().unwrap_err().to_string();
     assert!(error.contains("this build has no network"), "{error}");
 }
+
+#[test]
+fn an_installed_engine_gives_the_same_image() {
+    use super::{ExternalOptions, Tool, build_external};
+    needs_sandbox!();
+    if std::process::Command::new("buildah").arg("--version").output().is_err() {
+        eprintln!("skipped: there is no buildah");
+        return;
+    }
+    let mut case = Case::new();
+    case.file("a", "1");
+    case.secret("tok", "sup3rs3cret");
+    case.dockerfile(
+        "FROM scratch AS one\nADD rootfs.tar /\nARG V\nENV E=$V\nCOPY a /a\nSHELL [\"/bin/ash\", \"-c\"]\n\
+         RUN --mount=type=secret,id=tok test -f /run/secrets/tok && echo $V >/v\nFROM one\nRUN false\n",
+    );
+    case.lower.build_args.insert("V".to_owned(), "7".to_owned());
+    case.lower.target = Some("one".to_owned());
+    let ours = case.build().unwrap();
+    let options = ExternalOptions {
+        tool: Tool::Buildah,
+        dockerfile: case.path("Dockerfile"),
+        context: case.options.context.clone(),
+        output: case.path("external"),
+        build_args: case.lower.build_args.clone(),
+        labels: std::collections::BTreeMap::new(),
+        target: Some("one".to_owned()),
+        platform: case.lower.platform.clone(),
+        secrets: case.options.secrets.clone(),
+        no_cache: true,
+        extra: vec!["--isolation=chroot".to_owned()],
+    };
+    let theirs = build_external(&options, &mut |_| {}).unwrap();
+    assert_eq!(theirs.config.shell, ours.config.shell);
+    assert_eq!(theirs.config.env, ours.config.env);
+    // What it made is a base like any other.
+    case.lower.target = None;
+    case.dockerfile(&format!(
+        "FROM oci:{}\nRUN test $(cat /v) = 7 && test $(cat /a) = 1 && test $E = 7\n",
+        theirs.oci_layout.display()
+    ));
+    case.build().unwrap();
+    let mut failing = options;
+    failing.target = None;
+    let error = build_external(&failing, &mut |_| {}).unwrap_err().to_string();
+    assert!(error.contains("buildah failed"), "{error}");
+}
+
+/// Every ready-made recipe, or the one that `PARBAKE_RECIPE` names. Takes minutes and needs the
+/// machine's package sources.
+#[test]
+#[ignore = "long: installs distributions"]
+fn every_ready_made_recipe_builds() {
+    use parbake_recipes::dockerfile::LowerOptions;
+    use parbake_recipes::recipe::init::STARTERS;
+    use parbake_recipes::{LoadRequest, load};
+
+    needs_sandbox!();
+    let only = std::env::var("PARBAKE_RECIPE").ok();
+    let mut failed = Vec::new();
+    for starter in STARTERS.iter().filter(|s| only.as_deref().is_none_or(|only| only == s.name)) {
+        let case = Case::new();
+        fs::write(case.context("parbake.yaml"), starter.text).unwrap();
+        let request = LoadRequest {
+            context: case.options.context.clone(),
+            file: None,
+            options: LowerOptions::default(),
+        };
+        let mut images = super::SourceImages::default();
+        let loaded = load(&request, &mut images).unwrap();
+        let mut sandbox = super::Sandbox::new(None).unwrap();
+        let started = std::time::Instant::now();
+        match super::build(&loaded.plan, &case.options, &mut sandbox, &mut images, &mut |_| {}) {
+            Ok(built) => eprintln!(
+                "{}: {:?}, {} findings: {:?}",
+                starter.name,
+                started.elapsed(),
+                built.findings.len(),
+                built.findings
+            ),
+            Err(error) => failed.push(format!("{}: {error}", starter.name)),
+        }
+    }
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
+}

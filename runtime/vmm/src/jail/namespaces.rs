@@ -24,9 +24,16 @@ fn failed(what: &str) -> impl Fn(rustix::io::Errno) -> Failure {
 
 /// Moves into fresh namespaces and an empty root; returns the namespaces' names.
 pub(super) fn enter(keep: Option<&Path>) -> Result<Vec<&'static str>, Failure> {
-    let mut flags =
-        UnshareFlags::NEWNS | UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
-    let mut names = vec!["mount", "net", "ipc", "uts"];
+    let mut flags = UnshareFlags::NEWNS | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
+    let mut names = vec!["mount", "ipc", "uts"];
+    // A network namespace is half of this layer's cost, and taking it apart later slows down its
+    // neighbours. A host that starts its monitors in an empty one spares both.
+    if network_is_empty() {
+        names.push("net(inherited, empty)");
+    } else {
+        flags |= UnshareFlags::NEWNET;
+        names.push("net");
+    }
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
     if !user.is_root() {
         // Unprivileged, the others come only together with a user namespace.
@@ -40,6 +47,33 @@ pub(super) fn enter(keep: Option<&Path>) -> Result<Vec<&'static str>, Failure> {
     }
     empty_root(keep)?;
     Ok(names)
+}
+
+/// Whether there is no interface but a loopback that is down.
+fn network_is_empty() -> bool {
+    let Ok(table) = std::fs::read_to_string("/proc/thread-self/net/dev") else { return false };
+    // Two lines of headings, then a line for each interface.
+    let mut names = table.lines().skip(2).filter_map(|line| line.split(':').next());
+    let only_loopback = names.next().is_some_and(|name| name.trim() == "lo");
+    only_loopback && names.next().is_none() && loopback_is_down().unwrap_or(false)
+}
+
+fn loopback_is_down() -> Option<bool> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+    let kind = (AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC);
+    let socket = socket_with(kind.0, kind.1, kind.2, None).ok()?;
+    // SAFETY: a structure of integers and bytes may be all zero.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(b"lo") {
+        *to = from.cast_signed();
+    }
+    // SAFETY: the request names an interface and takes its flags; it lives through the call.
+    let code = unsafe {
+        libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(&socket), libc::SIOCGIFFLAGS, &raw mut request)
+    };
+    // SAFETY: after success the kernel has filled in this member.
+    let flags = unsafe { request.ifr_ifru.ifru_flags };
+    (code == 0).then_some(libc::c_int::from(flags) & libc::IFF_UP == 0)
 }
 
 /// Keeps our user and group what they were, inside.
@@ -71,9 +105,17 @@ fn empty_root(keep: Option<&Path>) -> Result<(), Failure> {
     rustix::mount::mount_remount(place, careful | MountFlags::RDONLY, c"")
         .map_err(failed("a read-only root"))?;
     rustix::process::chdir(place).map_err(failed("the new root"))?;
-    // The old root ends up over the new one, at the same place, and goes.
-    rustix::process::pivot_root(".", ".").map_err(failed("the new root"))?;
-    rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(failed("leaving the old root"))?;
+    match rustix::process::pivot_root(".", ".") {
+        // The old root ends up over the new one, at the same place, and goes.
+        Ok(()) => rustix::mount::unmount(".", UnmountFlags::DETACH)
+            .map_err(failed("leaving the old root"))?,
+        // The very first root of a system cannot be pivoted away from, but covered.
+        Err(rustix::io::Errno::INVAL) => {
+            rustix::mount::mount_move(".", "/").map_err(failed("covering the old root"))?;
+            rustix::process::chroot(".").map_err(failed("the new root"))?;
+        }
+        Err(e) => return Err(failed("the new root")(e)),
+    }
     rustix::process::chdir("/").map_err(failed("the new root"))
 }
 

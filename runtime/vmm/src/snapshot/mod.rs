@@ -2,6 +2,7 @@
 
 pub mod contract;
 pub mod format;
+pub mod residency;
 pub mod restore;
 pub mod save;
 pub mod state;

@@ -245,10 +245,14 @@ pub const CASES: &[Input] = &[
     case(
         "user-run",
         &[],
-        "BASE\nUSER app\nRUN id >/tmp/id && touch /tmp/mine\nUSER 1234:99\nRUN id >/tmp/id2\nUSER app:staff\nRUN id >/tmp/id3\n",
+        "BASE\nRUN mkdir -m 777 /w\nUSER app\nRUN id >/w/id && touch /w/mine\nUSER 1234:99\nRUN id >/w/id2\nUSER app:staff\nRUN id >/w/id3\n",
     ),
     case("user-copy", TREE, "BASE\nUSER app\nCOPY a.txt /x\n"),
-    case("home", &[], "BASE\nRUN echo $HOME >/h && pwd >>/h\nUSER app\nRUN echo $HOME >/tmp/h2\n"),
+    case(
+        "home",
+        &[],
+        "BASE\nRUN mkdir -m 777 /w && echo $HOME >/h && pwd >>/h\nUSER app\nRUN echo $HOME >/w/h2\n",
+    ),
     case("cmd-forms", &[], "BASE\nCMD echo $HOME\nCMD [\"a\", \"b c\"]\n"),
     case("cmd-shell", &[], "BASE\nCMD echo \"x  y\" && z\n"),
     case("entrypoint-clears-cmd", &[], "BASE AS a\nCMD [\"old\"]\nFROM a\nENTRYPOINT [\"e\"]\n"),
@@ -308,7 +312,7 @@ pub const CASES: &[Input] = &[
     case(
         "run-capabilities",
         &[],
-        "BASE\nRUN grep ^Cap /proc/self/status >/caps\nUSER app\nRUN grep ^Cap /proc/self/status >/tmp/caps\n",
+        "BASE\nRUN mkdir -m 777 /w && grep ^Cap /proc/self/status >/caps\nUSER app\nRUN grep ^Cap /proc/self/status >/w/caps\n",
     ),
     case("run-stdin-is-empty", &[], "BASE\nRUN cat >/f\n"),
     case(
@@ -348,4 +352,13 @@ pub const CASES: &[Input] = &[
         "BASE\n# c\nRUN echo a \\\n# inside\n   && echo b >/f \\\n\n   && true\nENV A=1 \\\n    # too\n    B=2\n",
     ),
     case("maintainer", &[], "BASE\nMAINTAINER Some One\n"),
+];
+
+/// Mount points that BuildKit 20.10 leaves in a layer and current BuildKit removes, as here.
+pub const MOUNT_POINTS: &[(&str, &[&str])] = &[
+    ("mount-cache", &["/c"]),
+    ("mount-bind", &["/m"]),
+    ("mount-bind-stage", &["/m"]),
+    ("mount-tmpfs", &["/t"]),
+    ("mount-secret", &["/run", "/run/secrets"]),
 ];
