@@ -10,5 +10,6 @@ pub mod flatten;
 pub mod image;
 pub mod kernel;
 pub mod layer;
+pub mod source;
 pub mod template;
 pub mod tree;

@@ -154,6 +154,7 @@ fn install_files(store: &Store, files: &[PathBuf], chunk: u32) -> Result<Digest,
             layers: Vec::new(),
         },
         labels: BTreeMap::new(),
+        bake: None,
     };
     let template = store.put_json(&template)?.digest;
     if let Some(memory) = images.next() {

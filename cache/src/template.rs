@@ -46,6 +46,93 @@ pub struct TemplateManifest {
     /// Labels of the image and of the build, sorted by key.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     pub labels: std::collections::BTreeMap<String, String>,
+    /// What a bake does between boot and freeze; absent: nothing, a booted guest is frozen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bake: Option<BakeInstructions>,
+}
+
+/// What a bake does between boot and freeze, in the order of the fields. The checks hold once
+/// more at the very end, right before the freeze.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct BakeInstructions {
+    /// The image's own process is started first, and must still run at the freeze.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub start_process: bool,
+    /// When the guest counts as ready.
+    #[serde(default)]
+    pub ready: ReadyInstructions,
+    /// What is done in the ready guest, in order; each must succeed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warmup: Vec<WarmupStep>,
+    /// For all warm-up steps together, in milliseconds.
+    #[serde(default)]
+    pub warmup_timeout_ms: u64,
+    /// File caches stay in memory: a larger snapshot, faster first reads.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub keep_caches: bool,
+    /// Free memory is not overwritten with zeros.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub keep_free_memory: bool,
+    /// Shapes to bake besides the template's own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub more_machines: Vec<MachineShape>,
+}
+
+/// When a guest counts as ready: all checks hold, `settle` passes, and they hold again.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ReadyInstructions {
+    /// None: a booted guest is ready.
+    #[serde(default)]
+    pub checks: Vec<GuestCheck>,
+    /// Between rounds of checks, in milliseconds.
+    pub interval_ms: u64,
+    /// Until the bake fails, in milliseconds.
+    pub timeout_ms: u64,
+    /// Quiet time after the checks first hold, in milliseconds.
+    pub settle_ms: u64,
+}
+
+/// One condition, looked at inside the guest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub enum GuestCheck {
+    /// A TCP port of the guest's loopback accepts connections.
+    Tcp(u16),
+    /// A request is answered as expected.
+    Http(HttpRequest),
+    /// A path exists.
+    File(String),
+    /// A command exits with 0.
+    Exec(Vec<String>),
+    /// A process of this name runs.
+    Process(String),
+}
+
+/// One step of a warm-up.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub enum WarmupStep {
+    /// A command that exits with 0.
+    Exec(Vec<String>),
+    /// A request that is answered as expected.
+    Http(HttpRequest),
+}
+
+/// A GET request to the guest itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct HttpRequest {
+    /// `http://` and an address of the guest.
+    pub url: String,
+    /// The status that counts.
+    pub status: u16,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "the signature is serde's")]
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 /// How processes start in a sandbox: the image's own configuration, applied to every exec.

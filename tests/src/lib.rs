@@ -57,7 +57,7 @@ impl Fixture {
     /// # Errors
     /// What the bake says.
     pub fn bake(&self, shape: MachineShape) -> Result<Baked, Failed> {
-        let options = BakeOptions { machine: Some(shape), sandbox: Self::options() };
+        let options = BakeOptions { machine: Some(shape), sandbox: Self::options(), patience: 1 };
         Ok(bake::bake(&self.store, &self.template, &options, |_| {})?)
     }
 

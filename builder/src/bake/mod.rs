@@ -1,12 +1,14 @@
 //! Baking: boot a template once, bring it to rest, freeze it, install the snapshot.
 //!
 //! ```text
-//! template ─► boot ─► ready ─► quiesce ─► pause ─► state, memory, disk ─► store
+//! template ─► boot ─► process, checks, warm-up ─► quiesce ─► pause ─► state, memory, disk ─► store
+//!                              (guest.rs)
 //! ```
 //! Everything is written into a staging directory of the store; the snapshot exists only once its
 //! manifest, which names all three parts by digest, is in the store.
 
 pub mod gate;
+mod guest;
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +16,7 @@ use parbake_cache::template::{
     CompatContract, MachineShape, ObjectRef, SCHEMA_VERSION, SnapshotManifest,
 };
 use parbake_cache::{Digest, Store, StoreError};
-use parbake_node::sandbox::{FreezeFiles, Sandbox, SandboxError, SandboxOptions};
+use parbake_node::sandbox::{FreezeFiles, FreezeMemory, Sandbox, SandboxError, SandboxOptions};
 use parbake_protocol::agent::AGENT_PROTOCOL;
 
 use crate::template::{Template, TemplateError};
@@ -26,6 +28,8 @@ pub struct BakeOptions {
     pub machine: Option<MachineShape>,
     /// How the guest is run.
     pub sandbox: SandboxOptions,
+    /// How often the template's times count; more than once where the guest is emulated. 0 is 1.
+    pub patience: u32,
 }
 
 /// Where a bake is.
@@ -35,6 +39,19 @@ pub enum BakeEvent {
     Booting,
     /// The agent rang.
     Ready(Duration),
+    /// The image's process is started.
+    Starting(String),
+    /// This check does not hold yet, or this is waited for.
+    Checking(String),
+    /// A warm-up step runs.
+    WarmUp {
+        /// Counted from 1.
+        step: usize,
+        /// Of so many.
+        steps: usize,
+        /// As written, in one line.
+        text: String,
+    },
     /// The guest is brought to rest and written out.
     Freezing,
     /// The files are hashed and installed.
@@ -83,9 +100,60 @@ pub enum BakeError {
     /// The guest.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
+    /// A check did not hold in time, or not any more right before the freeze.
+    #[error(
+        "the guest was not ready within {} s: {check} does not hold{}{}",
+        after.as_secs_f64(), part("last answer", output), part("its console ends", console)
+    )]
+    NotReady {
+        /// The limit.
+        after: Duration,
+        /// Which.
+        check: String,
+        /// What it said last.
+        output: String,
+        /// The end of the guest's console.
+        console: String,
+    },
+    /// A warm-up step failed.
+    #[error(
+        "warm-up step {step}: {how}{}{}",
+        part("its last output", output),
+        part("the console ends", console)
+    )]
+    WarmUp {
+        /// Which, and as written.
+        step: String,
+        /// How it ended.
+        how: String,
+        /// The end of what it said.
+        output: String,
+        /// The end of the guest's console.
+        console: String,
+    },
+    /// The image's process is not there any more.
+    #[error(
+        "the start command ended before the freeze: {command} ({how}){}{}",
+        part("its output", output),
+        part("the console ends", console)
+    )]
+    Ended {
+        /// As written.
+        command: String,
+        /// How it ended.
+        how: String,
+        /// The end of what it said.
+        output: String,
+        /// The end of the guest's console.
+        console: String,
+    },
     /// A file in the staging directory.
     #[error("cannot write the snapshot's files")]
     Files(#[source] std::io::Error),
+}
+
+fn part(name: &str, text: &str) -> String {
+    if text.is_empty() { String::new() } else { format!("; {name}:\n{text}") }
 }
 
 /// Bakes `template` and registers the snapshot in the store.
@@ -109,9 +177,24 @@ pub fn bake(
     let cold_boot = sandbox.timings().ready;
     events(BakeEvent::Ready(cold_boot));
 
+    let mut memory = FreezeMemory::default();
+    if let Some(instructions) = &template.manifest.bake {
+        let mut guest = guest::Guest {
+            sandbox: &mut sandbox,
+            process: &template.manifest.process,
+            instructions,
+            options: &options.sandbox,
+            patience: options.patience.max(1),
+            pid: None,
+        };
+        guest.prepare(&mut events)?;
+        memory.keep_caches = instructions.keep_caches;
+        memory.keep_free_memory = instructions.keep_free_memory;
+    }
+
     events(BakeEvent::Freezing);
     let freeze_files = FreezeFiles::create_in(staging.path()).map_err(BakeError::Files)?;
-    let frozen = sandbox.freeze(&freeze_files)?;
+    let frozen = sandbox.freeze_with(&freeze_files, memory)?;
     drop(sandbox);
     drop(freeze_files);
 

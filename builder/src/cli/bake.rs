@@ -6,14 +6,18 @@ use parbake_cache::Store;
 use parbake_cache::template::MachineShape;
 use serde_json::json;
 
-use super::error::{CliResult, Kind};
+use super::error::{CliError, CliResult, Kind};
 use super::guest::{self, Place};
 use super::progress::bytes;
 use super::{Context, output};
 
+/// How long a guest may take to boot, in seconds.
+const READY_TIMEOUT: u64 = 120;
+
 /// Boot a template once, freeze it, and keep the snapshot
 ///
-/// The guest boots cold, gets ready, drops its caches, and is frozen: memory, processor and device
+/// The guest boots cold, gets ready as the template says (process, checks, warm-up), drops its
+/// caches, and is frozen: memory, processor and device
 /// state, and the disk of the same instant. Every later `run` restores that.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -23,7 +27,7 @@ pub struct Args {
     #[command(flatten)]
     shape: ShapeArgs,
     /// How long the guest may take until it is ready, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 120)]
+    #[arg(long, value_name = "SECONDS", default_value_t = READY_TIMEOUT)]
     ready_timeout: u64,
 }
 
@@ -39,6 +43,15 @@ pub struct ShapeArgs {
 }
 
 impl ShapeArgs {
+    /// What to bake: the shape that was asked for, else all that the template wants.
+    fn shapes(self, template: &Template) -> Vec<MachineShape> {
+        let mut shapes = vec![self.apply(template.manifest.machine)];
+        if let (None, None, Some(bake)) = (self.cpus, self.memory, &template.manifest.bake) {
+            shapes.extend(&bake.more_machines);
+        }
+        shapes
+    }
+
     /// `base`, with what was asked for changed.
     pub fn apply(self, base: MachineShape) -> MachineShape {
         MachineShape {
@@ -60,10 +73,21 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     if let Place::Lab = guest::place(context)? {
         return guest::in_lab(context);
     }
-    let shape = args.shape.apply(template.manifest.machine);
-    let baked = bake(context, &store, &template, shape, args.ready_timeout)?;
-    report(context, &template, &baked)?;
+    for shape in args.shape.shapes(&template) {
+        let baked = bake(context, &store, &template, shape, args.ready_timeout)?;
+        report(context, &template, &baked)?;
+    }
     Ok(0)
+}
+
+/// Bakes every shape a template wants, on this machine, with reports.
+pub fn run_digest(context: &Context, store: &Store, digest: parbake_cache::Digest) -> CliResult {
+    let template = guest::find(store, &digest.to_string())?;
+    for shape in ShapeArgs::default().shapes(&template) {
+        let baked = bake(context, store, &template, shape, READY_TIMEOUT)?;
+        report(context, &template, &baked)?;
+    }
+    Ok(())
 }
 
 /// Bakes on this machine, with progress.
@@ -76,16 +100,25 @@ pub fn bake(
 ) -> CliResult<Baked> {
     let mut options = BakeOptions { machine: Some(shape), ..Default::default() };
     options.sandbox = guest::sandbox_options(context)?;
+    options.patience = guest::patience();
     options.sandbox.ready_timeout = std::time::Duration::from_secs(ready_timeout);
     let mut step = context.progress.step(format!("bake {}", template.label()));
     let baked = bake::bake(store, template, &options, |event| match event {
         BakeEvent::Booting => step.update("booting"),
         BakeEvent::Ready(after) => step.update(format!("booted in {:.2} s", after.as_secs_f64())),
+        BakeEvent::Starting(command) => step.update(format!("starting {command}")),
+        BakeEvent::Checking(what) => step.update(format!("waiting: {what}")),
+        BakeEvent::WarmUp { step: at, steps, text } => {
+            step.update(format!("warm-up {at}/{steps}: {text}"));
+        }
         BakeEvent::Freezing => step.update("dropping caches, freezing"),
         BakeEvent::Installing => step.update("installing"),
     })
     .map_err(|error| match error {
         bake::BakeError::Sandbox(error) => guest::sandbox_error(error, Kind::User),
+        error @ (bake::BakeError::NotReady { .. }
+        | bake::BakeError::WarmUp { .. }
+        | bake::BakeError::Ended { .. }) => CliError::new(Kind::NotReady, error),
         error => guest::classify(error),
     })?;
     step.done(format!(

@@ -1,59 +1,127 @@
-//! `parbake build`: an image becomes a template, or just a root filesystem.
+//! `parbake build`: a Dockerfile, a recipe or an image becomes a template, or just a root
+//! filesystem.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use parbake_builder::assemble::{self, AssembleError, AssembleOptions, Assembled};
+use parbake_builder::execute::{self, ExecuteOptions, NetworkAccess, Tool};
 use parbake_builder::flatten::FlattenError;
 use parbake_builder::flatten::build::BuildError;
-use parbake_builder::image::{self, Image, ImageError, ImageOptions, ImageSource, Platform};
+use parbake_builder::image::{self, Image, ImageError, ImageSource};
 use parbake_builder::kernel::KernelChoice;
-use parbake_cache::TemplateName;
-use parbake_cache::template::MachineShape;
+use parbake_builder::source::{self, Built, Engine, Source, SourceRequest};
+use parbake_cache::template::{BakeInstructions, MachineShape};
+use parbake_cache::{Digest, Store, TemplateName};
 use serde_json::json;
 
-use super::error::{CliError, CliResult, Kind};
+use super::error::{Classify, CliError, CliResult, Kind};
+use super::guest::Place;
 use super::progress::bytes;
-use super::{Context, guest, interrupt, kernel, output};
+use super::source::{SourceArgs, source_error};
+use super::steps::StepView;
+use super::{Context, bake, guest, interrupt, kernel, output, recipe, steps};
 
-/// Turn a container image into a template, or into a root filesystem alone
+/// Turn a Dockerfile, a recipe or an image into a template, or into a root filesystem alone
+///
+/// CONTEXT is a directory with parbake.yaml or a Dockerfile; -f names the file where it lies or is
+/// called otherwise; --from takes a finished image instead.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("result").args(["tag", "output"]).required(true).multiple(true))]
+#[command(group = clap::ArgGroup::new("what").args(["context", "file", "from"]).required(true).multiple(true))]
 pub struct Args {
-    /// Where the image is: oci:DIR[:TAG], oci-archive:FILE, docker-archive:FILE[:IMAGE:TAG],
+    #[command(flatten)]
+    source: SourceArgs,
+    /// A finished image: oci:DIR[:TAG], oci-archive:FILE, docker-archive:FILE[:IMAGE:TAG],
     /// docker://HOST/REPO[:TAG|@DIGEST], tar:FILE or dir:DIR
-    #[arg(long, value_name = "IMAGE")]
-    from: ImageSource,
+    #[arg(long, value_name = "IMAGE", conflicts_with_all = ["context", "file", "target", "build_arg",
+        "build_context", "builder", "secret", "ssh", "no_cache", "network", "explain", "locked", "strict"])]
+    from: Option<ImageSource>,
     /// Name for the template; may be given again
     #[arg(short, long, value_name = "NAME[:TAG]")]
     tag: Vec<TemplateName>,
-    /// Write the root filesystem alone: rootfs=FILE (no store, no kernel, no root needed)
+    /// Write the root filesystem alone: rootfs=FILE (no kernel; from an image no store and no root)
     #[arg(short, long, value_name = "rootfs=FILE", value_parser = rootfs_file)]
     output: Option<PathBuf>,
-    /// Platform of the image
-    #[arg(long, value_name = "OS/ARCH[/VARIANT]", default_value = "linux/amd64")]
-    platform: Platform,
-    /// Virtual CPUs of the machine
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=32))]
-    cpus: u8,
-    /// Memory of the machine in MiB
-    #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u32).range(64..=1_048_576))]
-    memory: u32,
-    /// Free space in the root filesystem in MiB
-    #[arg(long, value_name = "MIB", default_value_t = 1024)]
-    free: u64,
-    /// The kernel: NAME[=VERSION] of a package, deb:FILE or image:FILE
-    #[arg(long, value_name = "KERNEL", default_value_t)]
-    kernel: KernelChoice,
-    /// A label; may be given again
-    #[arg(long, value_name = "KEY=VALUE", value_parser = label)]
-    label: Vec<(String, String)>,
-    /// Speak plain HTTP to this registry; may be given again (loopback needs no permission)
-    #[arg(long, value_name = "HOST[:PORT]")]
-    insecure_registry: Vec<String>,
-    /// Registry credentials, instead of the usual places
-    #[arg(long, value_name = "FILE")]
-    authfile: Option<PathBuf>,
+    /// Bake at once; the template gets its name only if that succeeds
+    #[arg(long, requires = "tag")]
+    bake: bool,
+    /// Who runs the steps
+    #[arg(long, value_name = "BUILDER", default_value = "auto")]
+    builder: Builder,
+    /// A secret for steps that mount it: id=ID,src=FILE or id=ID,env=NAME; may be given again
+    #[arg(long, value_name = "SECRET", value_parser = secret)]
+    secret: Vec<Secret>,
+    /// An SSH agent for steps that mount it: ID[=SOCKET]; may be given again
+    #[arg(long, value_name = "ID[=SOCKET]", value_parser = ssh)]
+    ssh: Vec<(String, PathBuf)>,
+    /// Do every step again
+    #[arg(long)]
+    no_cache: bool,
+    /// What steps may reach
+    #[arg(long, value_name = "NETWORK", default_value = "default")]
+    network: NetworkChoice,
+    /// Say of every step that is done why it is: what differs from last time
+    #[arg(long)]
+    explain: bool,
+    /// Refuse whatever is not as parbake.lock says
+    #[arg(long)]
+    locked: bool,
+    /// Fail on files that look like credentials, instead of warning
+    #[arg(long)]
+    strict: bool,
+    /// Virtual CPUs of the machine [default: the recipe's, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
+    cpus: Option<u8>,
+    /// Memory of the machine in MiB [default: the recipe's, else 512; 256 with --from]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(64..=1_048_576))]
+    memory: Option<u32>,
+    /// Free space in the root filesystem in MiB [default: the recipe's, else 512; 1024 with --from]
+    #[arg(long, value_name = "MIB")]
+    free: Option<u64>,
+    /// The kernel: NAME[=VERSION] of a package, deb:FILE or image:FILE [default: the recipe's, else
+    /// the distribution's for cloud machines]
+    #[arg(long, value_name = "KERNEL")]
+    kernel: Option<KernelChoice>,
+}
+
+/// `--builder`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Builder {
+    /// What works here: the sandbox.
+    Auto,
+    /// This program, as root, steps in namespaces of this machine's kernel.
+    Sandbox,
+    /// An installed buildah.
+    Buildah,
+    /// An installed docker with buildx.
+    Buildx,
+}
+
+/// `--network`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum NetworkChoice {
+    /// What the file says, else what this machine can reach.
+    Default,
+    /// As default.
+    Host,
+    /// Loopback only.
+    None,
+}
+
+/// `--secret`: its bytes never appear in a message.
+#[derive(Clone)]
+struct Secret {
+    id: String,
+    value: Vec<u8>,
+}
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "secret {}", self.id)
+    }
 }
 
 fn rootfs_file(text: &str) -> Result<PathBuf, String> {
@@ -63,74 +131,323 @@ fn rootfs_file(text: &str) -> Result<PathBuf, String> {
     }
 }
 
-fn label(text: &str) -> Result<(String, String), String> {
+fn secret(text: &str) -> Result<Secret, String> {
+    let (mut id, mut file, mut variable) = (None, None, None);
+    for part in text.split(',') {
+        match part.split_once('=') {
+            Some(("id", value)) if !value.is_empty() => id = Some(value),
+            Some(("src" | "source", value)) => file = Some(value),
+            Some(("env", value)) => variable = Some(value),
+            Some(("type", "file" | "env")) => {}
+            _ => return Err(format!("{part:?}: expected id=ID,src=FILE or id=ID,env=NAME")),
+        }
+    }
+    let id = id.ok_or("id=ID is missing")?.to_owned();
+    let value = match (file, variable) {
+        (Some(_), Some(_)) => return Err("src and env exclude each other".to_owned()),
+        (Some(path), None) => {
+            std::fs::read(path).map_err(|error| format!("cannot read {path}: {error}"))?
+        }
+        (None, variable) => {
+            use std::os::unix::ffi::OsStringExt;
+            let name = variable.unwrap_or(&id);
+            std::env::var_os(name).ok_or(format!("the variable {name} is not set"))?.into_vec()
+        }
+    };
+    Ok(Secret { id, value })
+}
+
+fn ssh(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
-        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
-        _ => Err("expected KEY=VALUE".to_owned()),
+        Some((id, path)) if !id.is_empty() && !path.is_empty() => Ok((id.to_owned(), path.into())),
+        Some(_) => Err("expected ID or ID=SOCKET".to_owned()),
+        None => match std::env::var_os("SSH_AUTH_SOCK") {
+            Some(socket) => Ok((text.to_owned(), socket.into())),
+            None => Err("SSH_AUTH_SOCK is not set: start an agent, or write ID=SOCKET".to_owned()),
+        },
     }
 }
 
-/// Builds.
-pub fn run(context: &Context, args: &Args) -> CliResult {
-    let cancel = interrupt::watch();
-    let mut options = ImageOptions { platform: args.platform.clone(), ..Default::default() };
-    options.registry.insecure.clone_from(&args.insecure_registry);
-    options.registry.authfile.clone_from(&args.authfile);
-    let mut step = context.progress.step(format!("build {}", args.from));
-    let image = image::open(&args.from, &options, &mut |_| {}).map_err(image_error)?;
-    let warn = |text: &str| context.progress.note(&format!("warning: {text}"));
-    let free_bytes = args.free << 20;
+/// An image and everything else a template is made of.
+struct Material {
+    image: Image,
+    reference: String,
+    machine: MachineShape,
+    free_bytes: u64,
+    kernel: KernelChoice,
+    kernel_words: Vec<String>,
+    labels: BTreeMap<String, String>,
+    bake: Option<BakeInstructions>,
+    /// Steps done and steps found in the cache, where there were steps.
+    steps: Option<(usize, usize)>,
+    /// Holds the image while it is read.
+    _scratch: Option<tempfile::TempDir>,
+}
 
+/// Builds.
+pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
+    let cancel = interrupt::watch();
+    let material = match &args.from {
+        Some(from) => from_image(args, from)?,
+        None => from_source(context, args, &cancel)?,
+    };
+    let image = &material.image;
+    let warn = |text: &str| context.progress.note(&format!("warning: {text}"));
+    let secrets = secrets(args);
+    let what = args.from.as_ref().map_or_else(|| material.reference.clone(), ToString::to_string);
+    let mut step = context.progress.step(format!("build {what}"));
     if let Some(out) = &args.output {
-        let report = assemble::build_rootfs(
-            &image,
-            out,
-            free_bytes,
-            &cancel,
-            |text| step.update(text),
-            warn,
-        )
-        .map_err(build_error)?;
+        let free = material.free_bytes;
+        let report =
+            assemble::build_rootfs(image, out, free, &cancel, |text| step.update(text), warn)
+                .map_err(build_error)?;
+        if let Err(error) = execute::search_file("the root filesystem", out, &secrets) {
+            let _ = std::fs::remove_file(out);
+            return Err(steps::execute_error(error));
+        }
         step.done(format!("{} in {}", bytes(report.filesystem.size), out.display()));
         if args.tag.is_empty() {
-            return if context.json() {
+            if context.json() {
                 output::json(&json!({ "rootfs": out, "bytes": report.filesystem.size,
-                    "inodes": report.filesystem.inodes, "layers": report.layers }))
+                    "inodes": report.filesystem.inodes, "layers": report.layers,
+                    "steps": steps_json(material.steps) }))?;
             } else {
-                output::line(&out.display().to_string())
-            };
+                output::line(&out.display().to_string())?;
+            }
+            return Ok(0);
         }
         step = context.progress.step("template");
     }
     let store = context.store()?;
-    let assemble_options = AssembleOptions {
-        reference: args.from.portable(),
-        names: args.tag.clone(),
-        machine: MachineShape { vcpus: args.cpus, memory_mib: args.memory },
-        free_bytes,
-        kernel: args.kernel.clone(),
-        labels: args.label.iter().cloned().collect::<BTreeMap<_, _>>(),
+    let options = AssembleOptions {
+        reference: material.reference.clone(),
+        // A template that cannot be baked does not take the name of one that can.
+        names: if args.bake { Vec::new() } else { args.tag.clone() },
+        machine: material.machine,
+        free_bytes: material.free_bytes,
+        kernel: material.kernel.clone(),
+        kernel_words: material.kernel_words.clone(),
+        labels: material.labels.clone(),
+        bake: material.bake.clone(),
+        secrets,
+        cache: args.from.is_none().then(|| build_directory(&store).join("rootfs")),
         cancel,
     };
-    let built =
-        assemble::assemble(&store, &image, &assemble_options, |text| step.update(text), warn)
-            .map_err(assemble_error)?;
-    step.done(format!("{} of disk", bytes(built.manifest.rootfs.size)));
-    report(context, args, &image, &built)
+    let built = assemble::assemble(&store, image, &options, |text| step.update(text), warn)
+        .map_err(assemble_error)?;
+    let reused = if built.reused { ", as before" } else { "" };
+    step.done(format!("{} of disk{reused}", bytes(built.manifest.rootfs.size)));
+    if !args.bake {
+        report(context, args, &material, &built)?;
+        return Ok(0);
+    }
+    let _lease = store.lease(&[built.digest]).map_err(guest::store_error)?;
+    report(context, args, &material, &built)?;
+    let code = bake_now(context, &store, built.digest, &options.secrets)?;
+    if code == 0 {
+        for name in &args.tag {
+            store.tag(name, &built.digest).map_err(guest::store_error)?;
+        }
+    }
+    Ok(code)
 }
 
-fn report(context: &Context, args: &Args, image: &Image, built: &Assembled) -> CliResult {
+/// Bakes here or in the lab, and looks for secrets in what was frozen.
+fn bake_now(
+    context: &Context,
+    store: &Store,
+    digest: Digest,
+    secrets: &BTreeMap<String, Vec<u8>>,
+) -> CliResult<u8> {
+    if let Place::Lab = guest::place(context)? {
+        let mut words = vec![b"bake".to_vec(), digest.to_string().into_bytes()];
+        if context.json() {
+            words.push(b"--format=json".to_vec());
+        }
+        if context.global.quiet {
+            words.push(b"--quiet".to_vec());
+        }
+        let code = guest::command_in_lab(context, words, false, false)?;
+        if code != 0 {
+            return Ok(code);
+        }
+    } else {
+        bake::run_digest(context, store, digest)?;
+    }
+    if secrets.is_empty() {
+        return Ok(0);
+    }
+    for (snapshot, manifest) in store.snapshots(&digest).kind(Kind::User)? {
+        for (place, part) in
+            [("guest memory", &manifest.memory), ("the guest's disk", &manifest.disk)]
+        {
+            let file = store.path(&part.digest).map_err(guest::store_error)?;
+            if let Err(error) = execute::search_file(place, &file, secrets) {
+                store.remove_snapshot(&digest, &snapshot).map_err(guest::store_error)?;
+                return Err(steps::execute_error(error));
+            }
+        }
+    }
+    Ok(0)
+}
+
+fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
+    let image =
+        image::open(from, &args.source.image_options(), &mut |_| {}).map_err(image_error)?;
+    Ok(Material {
+        image,
+        reference: from.portable(),
+        machine: MachineShape {
+            vcpus: args.cpus.unwrap_or(1),
+            memory_mib: args.memory.unwrap_or(256),
+        },
+        free_bytes: args.free.unwrap_or(1024) << 20,
+        kernel: args.kernel.clone().unwrap_or_default(),
+        kernel_words: Vec::new(),
+        labels: args.source.labels(),
+        bake: None,
+        steps: None,
+        _scratch: None,
+    })
+}
+
+fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliResult<Material> {
+    let load = args.source.load_request()?;
+    let request = SourceRequest {
+        load: load.clone(),
+        images: args.source.image_options(),
+        engine: match args.builder {
+            Builder::Auto | Builder::Sandbox => Engine::Sandbox,
+            Builder::Buildah => Engine::External(Tool::Buildah),
+            Builder::Buildx => Engine::External(Tool::Buildx),
+        },
+        locked: args.locked,
+    };
+    let mut source = Source::open(request).map_err(source_error)?;
+    let store = context.store()?;
+    if args.locked
+        && let Some(loaded) = source.loaded()
+    {
+        let choice = kernel_choice(args, &loaded.bake, &load.context)?;
+        let locked = recipe::locked_kernel(&store, &choice, false)?;
+        source.check_kernel(locked).map_err(source_error)?;
+    }
+    let directory = build_directory(&store);
+    let scratch = directory.join("tmp");
+    let scratch = std::fs::create_dir_all(&scratch)
+        .and_then(|()| tempfile::Builder::new().prefix("image-").tempdir_in(&scratch))
+        .kind(Kind::User)?;
+    let layout = scratch.path().join("image");
+    let options = ExecuteOptions {
+        directory,
+        contexts: args.source.directories(),
+        output: layout.clone(),
+        secrets: secrets(args),
+        ssh: args.ssh.iter().cloned().collect(),
+        network: match args.network {
+            NetworkChoice::Default | NetworkChoice::Host => NetworkAccess::Host,
+            NetworkChoice::None => NetworkAccess::None,
+        },
+        no_cache: args.no_cache,
+        source_date_epoch: source_date_epoch()?,
+        strict: args.strict,
+        interrupt: Some(Arc::clone(cancel)),
+        ..ExecuteOptions::default()
+    };
+    let mut view = StepView::new(&context.progress, args.explain);
+    let built = source.build(&options, &mut |event| view.event(&event));
+    drop(view);
+    let Built { image: made, bake, instructions, reference } = built.map_err(source_error)?;
+    for text in unkept(&bake) {
+        context.progress.note(&format!("warning: {text}"));
+    }
+    let from = ImageSource::OciLayout { path: layout, reference: None };
+    let image =
+        image::open(&from, &args.source.image_options(), &mut |_| {}).map_err(image_error)?;
+    let first = bake.machines.first().cloned().unwrap_or_default();
+    let machine = source::shape(&first);
+    let mut labels = bake.labels.clone();
+    labels.extend(args.source.labels());
+    Ok(Material {
+        image,
+        reference,
+        machine: MachineShape {
+            vcpus: args.cpus.unwrap_or(machine.vcpus),
+            memory_mib: args.memory.unwrap_or(machine.memory_mib),
+        },
+        free_bytes: args.free.unwrap_or(u64::from(bake.disk.free_mib)) << 20,
+        kernel: kernel_choice(args, &bake, &load.context)?,
+        kernel_words: bake.kernel.cmdline.clone(),
+        labels,
+        bake: instructions,
+        steps: Some((made.executed, made.cached)),
+        _scratch: Some(scratch),
+    })
+}
+
+/// What a recipe may say and a template cannot keep yet.
+fn unkept(bake: &parbake_recipes::recipe::BakeSpec) -> Vec<String> {
+    let mut texts = Vec::new();
+    if !bake.snapshot.enabled {
+        texts
+            .push("snapshot.enabled is false, but `parbake run` bakes what has no snapshot".into());
+    }
+    if !bake.network.ports.is_empty() || !bake.network.egress.allow.is_empty() {
+        texts.push(
+            "the network policy is not kept in the template; sandboxes get what the node allows"
+                .into(),
+        );
+    }
+    texts
+}
+
+fn kernel_choice(
+    args: &Args,
+    bake: &parbake_recipes::recipe::BakeSpec,
+    context: &Path,
+) -> CliResult<KernelChoice> {
+    match &args.kernel {
+        Some(kernel) => Ok(kernel.clone()),
+        None => source::kernel_choice(&bake.kernel, context).map_err(source_error),
+    }
+}
+
+fn source_date_epoch() -> CliResult<Option<i64>> {
+    match std::env::var("SOURCE_DATE_EPOCH") {
+        Ok(text) if !text.is_empty() => text.parse().map(Some).map_err(|_| {
+            CliError::new(Kind::Usage, format!("SOURCE_DATE_EPOCH={text} is no number of seconds"))
+        }),
+        _ => Ok(None),
+    }
+}
+
+fn secrets(args: &Args) -> BTreeMap<String, Vec<u8>> {
+    args.secret.iter().map(|secret| (secret.id.clone(), secret.value.clone())).collect()
+}
+
+/// Step results, unpacked bases, cache mounts: beside the store's own, so that one disk holds both.
+fn build_directory(store: &Store) -> PathBuf {
+    store.root().join("build")
+}
+
+fn steps_json(steps: Option<(usize, usize)>) -> Option<serde_json::Value> {
+    steps.map(|(executed, cached)| json!({ "executed": executed, "cached": cached }))
+}
+
+fn report(context: &Context, args: &Args, material: &Material, built: &Assembled) -> CliResult {
     if !context.json() {
         return output::line(&built.digest.to_string());
     }
     output::json(&json!({
         "digest": built.digest,
         "names": args.tag.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        "image": image.manifest_digest(),
+        "image": material.image.manifest_digest(),
         "rootfs": built.manifest.rootfs,
         "kernel": built.manifest.kernel,
-        "inodes": built.report.filesystem.inodes,
-        "layers": built.report.layers,
+        "inodes": built.inodes,
+        "layers": built.manifest.source.layers,
+        "steps": steps_json(material.steps),
+        "bake": built.manifest.bake,
     }))
 }
 
@@ -168,5 +485,29 @@ fn assemble_error(error: AssembleError) -> CliError {
         AssembleError::Build(error) => build_error(error),
         AssembleError::Kernel(error) => kernel::kernel_error(error),
         AssembleError::Store(error) => guest::store_error(error),
+        AssembleError::Secret(error) => steps::execute_error(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_read_and_never_shown() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "hunter22").unwrap();
+        let read = secret(&format!("id=tok,src={}", file.path().display())).unwrap();
+        assert_eq!((read.id.as_str(), read.value.as_slice()), ("tok", &b"hunter22"[..]));
+        assert!(!format!("{read:?}").contains("hunter22"));
+        assert!(!secret("id=p,env=PATH").unwrap().value.is_empty());
+        assert!(secret("id=PATH").is_ok());
+        for bad in
+            ["", "src=x", "id=a,src=/no/such", "id=a,env=NO_SUCH_VAR", "id=a,src=x,env=y", "id=a,b"]
+        {
+            assert!(secret(bad).is_err(), "{bad}");
+        }
+        assert_eq!(ssh("git=/run/a").unwrap(), ("git".to_owned(), PathBuf::from("/run/a")));
+        assert!(ssh("=x").is_err());
     }
 }

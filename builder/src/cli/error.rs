@@ -35,7 +35,6 @@ pub enum Kind {
     /// Verification failed or policy refused.
     Refused,
     /// A build step failed.
-    #[allow(dead_code, reason = "raised by builds that run steps")]
     Step,
     /// The guest was not ready in time.
     NotReady,
@@ -103,6 +102,8 @@ pub struct CliError {
     pub source: Box<dyn Error + Send + Sync>,
     /// What to do next.
     pub hints: Vec<String>,
+    /// What the failing program of a build step exited with.
+    pub step_exit_code: Option<i32>,
 }
 
 /// What every verb returns.
@@ -111,7 +112,7 @@ pub type CliResult<T = ()> = Result<T, CliError>;
 impl CliError {
     /// A failure of `kind`.
     pub fn new(kind: Kind, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
-        Self { kind, source: source.into(), hints: Vec::new() }
+        Self { kind, source: source.into(), hints: Vec::new(), step_exit_code: None }
     }
 
     /// Adds what to do next.
@@ -136,13 +137,16 @@ impl CliError {
         }
         let mut err = std::io::stderr().lock();
         if as_json {
-            let document = json!({ "error": {
+            let mut document = json!({ "error": {
                 "kind": self.kind.name(),
                 "exitCode": self.kind.exit_code(),
                 "message": self.source.to_string(),
                 "causes": causes,
                 "hints": self.hints,
             }});
+            if let Some(code) = self.step_exit_code {
+                document["error"]["stepExitCode"] = json!(code);
+            }
             let _ = writeln!(err, "{document}");
             return;
         }

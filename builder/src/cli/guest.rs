@@ -85,12 +85,14 @@ pub fn in_lab(context: &Context) -> CliResult<u8> {
 
 /// Runs this very command line in the lab, with a terminal or standard input if wanted.
 pub fn in_lab_with(context: &Context, tty: bool, stdin: bool) -> CliResult<u8> {
-    send_to_lab(context, std::env::args_os().skip(1), tty, stdin)
+    let words = std::env::args_os().skip(1).map(|word| word.as_bytes().to_vec()).collect();
+    command_in_lab(context, words, tty, stdin)
 }
 
 /// Runs this program in the lab with other arguments.
 pub fn in_lab_as(context: &Context, arguments: &[&str]) -> CliResult<u8> {
-    send_to_lab(context, arguments.iter().map(Into::into), false, false)
+    let words = arguments.iter().map(|word| word.as_bytes().to_vec()).collect();
+    command_in_lab(context, words, false, false)
 }
 
 /// Whether this is the lab already.
@@ -98,9 +100,10 @@ pub fn is_lab() -> bool {
     std::env::var_os(IN_LAB).is_some()
 }
 
-fn send_to_lab(
+/// Runs another command line of this program in the lab.
+pub fn command_in_lab(
     context: &Context,
-    arguments: impl Iterator<Item = std::ffi::OsString>,
+    words: Vec<Vec<u8>>,
     tty: bool,
     stdin: bool,
 ) -> CliResult<u8> {
@@ -109,7 +112,7 @@ fn send_to_lab(
     // Programs are taken from the machine as it is now, not as it was when the lab started.
     let program = lab.host_path(&std::env::current_exe().map_err(internal)?);
     let mut argv = vec![program.as_os_str().as_bytes().to_vec()];
-    argv.extend(arguments.map(|word| word.as_bytes().to_vec()));
+    argv.extend(words);
     let mut request = ExecRequest::new(argv);
     request.cwd = std::env::current_dir().map_err(internal)?.as_os_str().as_bytes().to_vec();
     request.stdin = stdin;
@@ -135,6 +138,11 @@ fn send_to_lab(
         Err(error) => Err(CliError::new(Kind::Host, error)
             .hint("`parbake lab status` tells whether the lab is still there")),
     }
+}
+
+/// How often a template's times count: guests of the lab are emulated twice.
+pub fn patience() -> u32 {
+    if std::env::var_os(IN_LAB).is_some() { 8 } else { 1 }
 }
 
 /// What decides which snapshots this machine can restore.

@@ -22,12 +22,15 @@ mod prune;
 mod pull;
 mod pull_lazily;
 mod push;
+mod recipe;
 mod remote;
 mod rm;
 mod run;
 mod shell;
 mod size;
+mod source;
 mod stdio;
+mod steps;
 mod tag;
 mod verify;
 
@@ -106,7 +109,8 @@ pub enum Format {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    Build(build::Args),
+    Build(Box<build::Args>),
+    Recipe(recipe::Args),
     Bake(bake::Args),
     Run(run::Args),
     Ls(ls::Args),
@@ -193,7 +197,8 @@ pub fn main() -> ExitCode {
 
 fn run_verb(context: &Context, verb: &Verb) -> Result<u8, CliError> {
     match verb {
-        Verb::Build(args) => build::run(context, args).map(|()| 0),
+        Verb::Build(args) => build::run(context, args),
+        Verb::Recipe(args) => recipe::run(context, args).map(|()| 0),
         Verb::Bake(args) => bake::run(context, args),
         Verb::Run(args) => run::run(context, args),
         Verb::Ls(args) => ls::run(context, args).map(|()| 0),

@@ -2,7 +2,8 @@
 //!
 //! The JSON form is one document a line: `{"event":"start"|"update"|"done"|"note", "step":…,
 //! "detail":…, "seconds":…}`. `seconds` counts from the start of the step; `update` comes at most
-//! five times a second.
+//! five times a second. A build's steps also have `cached` (instead of `start` and `done`),
+//! `reason` (with `--explain`) and `output` (with `stream` and `text`: one line of a program).
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -71,6 +72,15 @@ impl Progress {
         Step { form: self.form, name, bar, started, updated: started }
     }
 
+    /// A step whose result was there already.
+    pub fn cached(&self, name: &str) {
+        match self.form {
+            Form::Live | Form::Plain => eprintln!("{name}: cached"),
+            Form::Json => eprintln!("{}", json!({ "event": "cached", "step": name })),
+            Form::Quiet => {}
+        }
+    }
+
     /// One line that is worth knowing.
     pub fn note(&self, text: &str) {
         match self.form {
@@ -102,6 +112,40 @@ impl Step {
             let event = json!({ "event": "update", "step": self.name, "detail": detail.into(),
                 "seconds": seconds });
             eprintln!("{event}");
+        }
+    }
+
+    /// A line that a program of the step wrote.
+    pub fn output(&mut self, stream: &str, line: &str) {
+        match self.form {
+            // The last line is enough while all is well; a failure shows more.
+            Form::Live => self.update(line),
+            Form::Plain => eprintln!("  | {line}"),
+            Form::Json => eprintln!(
+                "{}",
+                json!({ "event": "output", "step": self.name, "stream": stream, "text": line })
+            ),
+            Form::Quiet => {}
+        }
+    }
+
+    /// Why the step is done at all.
+    pub fn reason(&self, reason: &str) {
+        match self.form {
+            Form::Live | Form::Plain => self.aside(&format!("  because {reason}")),
+            Form::Json => {
+                let event = json!({ "event": "reason", "step": self.name, "detail": reason });
+                eprintln!("{event}");
+            }
+            Form::Quiet => {}
+        }
+    }
+
+    /// A line above a live view.
+    fn aside(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprintln!("{line}")),
+            None => eprintln!("{line}"),
         }
     }
 

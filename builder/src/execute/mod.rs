@@ -41,7 +41,7 @@ pub use external::{ExternalOptions, Tool, build_external};
 pub use images::SourceImages;
 pub(crate) use rootpath::Identity;
 pub use sandbox::Sandbox;
-pub use secrets::{Finding, SHORTEST as SHORTEST_SECRET};
+pub use secrets::{Finding, SHORTEST as SHORTEST_SECRET, search_file};
 
 /// Media type of the layers made here. They are not compressed: the next reader is this machine.
 pub(crate) const LAYER_TYPE: &str = "application/vnd.oci.image.layer.v1.tar";

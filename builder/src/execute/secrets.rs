@@ -131,6 +131,26 @@ pub(crate) fn search_layer(
     }
 }
 
+/// Searches any file, such as a disk or what was a machine's memory.
+///
+/// # Errors
+/// [`ExecuteError::SecretLeaked`] where one is in it, and when the file cannot be read.
+pub fn search_file(
+    place: &str,
+    path: &Path,
+    secrets: &BTreeMap<String, Vec<u8>>,
+) -> Result<(), ExecuteError> {
+    let needles = needles(secrets);
+    match search(path, &needles).doing(|| format!("searching {place} for secrets"))? {
+        None => Ok(()),
+        Some((needle, offset)) => Err(ExecuteError::SecretLeaked {
+            id: needle.id.to_owned(),
+            place: format!("{place} (near byte {offset})"),
+            form: needle.form,
+        }),
+    }
+}
+
 fn search<'n>(tar: &Path, needles: &'n [Needle<'n>]) -> io::Result<Option<(&'n Needle<'n>, u64)>> {
     let overlap = needles.iter().map(|needle| needle.len).max().unwrap_or(0);
     if overlap == 0 {

@@ -17,6 +17,7 @@
 #![deny(unsafe_code)]
 
 pub mod cgroup;
+pub mod check;
 pub mod children;
 pub mod connection;
 pub mod doorbell;

@@ -9,10 +9,11 @@ use std::process::ExitCode;
 use parbake_agent::cgroup::UserCgroup;
 use parbake_agent::listen::Listener;
 use parbake_agent::serve::{Options, serve};
-use parbake_agent::{init, lab};
+use parbake_agent::{check, init, lab};
 
 const USAGE: &str = "usage: parbake-agent serve (--vsock PORT | --unix PATH | --tcp ADDRESS) \
 [--token-file FILE] [--owns-machine]
+       parbake-agent check (tcp PORT | http URL STATUS | file PATH | process NAME | alive PID)
        As PID 1 it brings a sandbox up, or with the argument `lab` a lab.";
 
 fn main() -> ExitCode {
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
             }
         }
         Some(b"serve") => serve_command(arguments),
+        Some(b"check") => return check::run(arguments),
         Some(b"--version") => {
             println!("parbake-agent {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

@@ -442,6 +442,18 @@ impl Sandbox {
     /// # Errors
     /// See [`SandboxError`]; the files are then incomplete.
     pub fn freeze(&mut self, files: &FreezeFiles) -> Result<Frozen, SandboxError> {
+        self.freeze_with(files, FreezeMemory::default())
+    }
+
+    /// As [`Sandbox::freeze`], with a choice of what becomes of memory nobody uses.
+    ///
+    /// # Errors
+    /// See [`SandboxError`]; the files are then incomplete.
+    pub fn freeze_with(
+        &mut self,
+        files: &FreezeFiles,
+        memory: FreezeMemory,
+    ) -> Result<Frozen, SandboxError> {
         let begun = Instant::now();
         let mut client = self.connect()?;
         let request = QuiesceRequest {
@@ -449,8 +461,8 @@ impl Sandbox {
             freeze: true,
             forget_identity: true,
             sync: true,
-            drop_caches: true,
-            zero_free_memory: Some(ZeroFill::default()),
+            drop_caches: !memory.keep_caches,
+            zero_free_memory: (!memory.keep_free_memory).then(ZeroFill::default),
             close_connections: true,
         };
         let report = client.quiesce(request).map_err(SandboxError::Agent)?;
@@ -467,6 +479,15 @@ impl Sandbox {
         )?;
         Ok(Frozen { snapshot, report, quiesced, total: begun.elapsed() })
     }
+}
+
+/// What becomes of memory nobody uses at the freeze.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FreezeMemory {
+    /// File caches stay.
+    pub keep_caches: bool,
+    /// Free memory is not overwritten with zeros.
+    pub keep_free_memory: bool,
 }
 
 /// Open, empty, writable files for [`Sandbox::freeze`].

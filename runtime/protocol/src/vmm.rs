@@ -20,6 +20,11 @@ pub const MAX_LINE: usize = 1 << 20;
 /// The I/O port of the doorbell: a 32-bit `OUT` there raises [`Event::Doorbell`] with its value.
 pub const DOORBELL_PORT: u16 = 0x5042;
 
+/// The I/O ports of the host's wall clock: a 32-bit `IN` from the first takes the time and gives
+/// the low half of the nanoseconds since 1970, one from the second gives the high half of the same
+/// moment. A message would be late by as long as it waited for a processor.
+pub const CLOCK_PORTS: [u16; 2] = [0x5048, 0x504c];
+
 /// Values the guest agent writes to the doorbell.
 pub mod doorbell {
     /// The agent listens; the guest is ready for commands.

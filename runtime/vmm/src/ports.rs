@@ -1,12 +1,15 @@
-//! Port I/O: serial console, keyboard-controller reset, ACPI power registers and the doorbell.
+//! Port I/O: serial console, keyboard-controller reset, ACPI power registers, the doorbell and the
+//! host's clock.
 //!
 //! Everything else reads as ones and swallows writes, like an empty bus.
 
 use std::fs::File;
 use std::io::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use parbake_protocol::vmm::{DOORBELL_PORT, StopReason, doorbell};
+use parbake_protocol::vmm::{CLOCK_PORTS, DOORBELL_PORT, StopReason, doorbell};
 use serde::{Deserialize, Serialize};
 use vm_superio::serial::{NoEvents, SerialState};
 use vm_superio::{Serial, Trigger};
@@ -79,6 +82,8 @@ pub struct SavedSerial {
 /// The port bus of one machine.
 pub struct Ports {
     serial: Mutex<Serial<Line, NoEvents, ConsoleLog>>,
+    /// The moment the guest last asked for; not part of the state, as it is out of date at once.
+    asked: AtomicU64,
 }
 
 impl Ports {
@@ -86,7 +91,7 @@ impl Ports {
     /// is wired to [`layout::SERIAL_GSI`].
     pub fn new(console: Option<File>, limit: u64, interrupt: EventFd) -> Self {
         let log = ConsoleLog { file: console, room: limit };
-        Self { serial: Mutex::new(Serial::new(Line(interrupt), log)) }
+        Self { serial: Mutex::new(Serial::new(Line(interrupt), log)), asked: AtomicU64::new(0) }
     }
 
     /// Like [`Self::new`], continuing a saved port; false when the state is impossible.
@@ -111,7 +116,7 @@ impl Ports {
         };
         let log = ConsoleLog { file: console, room: limit };
         let serial = Serial::from_state(&state, Line(interrupt), NoEvents, log).ok()?;
-        Some(Self { serial: Mutex::new(serial) })
+        Some(Self { serial: Mutex::new(serial), asked: AtomicU64::new(0) })
     }
 
     /// The serial port's state. Only while no vCPU runs.
@@ -171,6 +176,16 @@ impl Ports {
                 let offset = (port - layout::SERIAL_PORT) as u8;
                 data.iter_mut().for_each(|byte| *byte = serial.read(offset));
             }
+            port if CLOCK_PORTS.contains(&port) && data.len() == 4 => {
+                if port == CLOCK_PORTS[0] {
+                    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                    let now = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+                    self.asked.store(now, Ordering::Relaxed);
+                }
+                let bytes = self.asked.load(Ordering::Relaxed).to_le_bytes();
+                let half = if port == CLOCK_PORTS[0] { &bytes[..4] } else { &bytes[4..] };
+                data.copy_from_slice(half);
+            }
             layout::I8042_PORT | layout::SLEEP_CONTROL_PORT..=layout::RESET_PORT => data.fill(0),
             _ => data.fill(0xff),
         }
@@ -205,6 +220,23 @@ mod tests {
         let mut data = [0; 4];
         bus.read(0xcfc, &mut data);
         assert_eq!(data, [0xff; 4]);
+    }
+
+    #[test]
+    fn the_clock_gives_both_halves_of_one_moment() {
+        let ports = ports(None, 0);
+        let before = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64;
+        let mut bytes = [0; 8];
+        let (low, high) = bytes.split_at_mut(4);
+        ports.read(CLOCK_PORTS[0], low);
+        ports.read(CLOCK_PORTS[1], high);
+        let told = u64::from_le_bytes(bytes);
+        let after = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64;
+        assert!((before..=after).contains(&told), "{before} {told} {after}");
+        // Other widths are an empty bus.
+        let mut byte = [0];
+        ports.read(CLOCK_PORTS[0], &mut byte);
+        assert_eq!(byte, [0xff]);
     }
 
     #[test]

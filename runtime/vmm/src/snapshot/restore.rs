@@ -10,6 +10,9 @@ use super::state::{IrqchipState, VcpuState};
 use super::tsc;
 use crate::error::{Failure, KvmContext};
 
+/// The bit of a task segment's type that says it is in use (AMD manual 2, 4.8.3).
+const TASK_SEGMENT_BUSY: u8 = 2;
+
 /// Sets one vCPU. `first_offset` is the first vCPU's TSC offset on this host, none for the first
 /// itself; the result is this vCPU's.
 ///
@@ -26,7 +29,13 @@ pub fn vcpu(
     fd.set_cpuid2(&cpuid).kvm("KVM_SET_CPUID2")?;
     fd.set_mp_state(state.mp_state).kvm("KVM_SET_MP_STATE")?;
     fd.set_regs(&state.regs).kvm("KVM_SET_REGS")?;
-    fd.set_sregs(&state.sregs).kvm("KVM_SET_SREGS")?;
+    let mut sregs = state.sregs;
+    if super::contract::kvm_kind() == "svm" {
+        // KVM reports a busy task segment where SVM has an available one, and takes what it is
+        // given. Processors do not mind; an emulated one then refuses every port to user mode.
+        sregs.tr.type_ &= !TASK_SEGMENT_BUSY;
+    }
+    fd.set_sregs(&sregs).kvm("KVM_SET_SREGS")?;
     set_xsave(fd, &state.xsave, xsave_words)?;
     if state.xcrs.nr_xcrs > 0 {
         // A processor without XSAVE has none, and KVM refuses even an empty list then.
