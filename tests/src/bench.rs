@@ -35,9 +35,10 @@ fn main() -> ExitCode {
     eprintln!("bench: restoring a bare guest on /dev/kvm");
     let words = ["bench", "-q", "-p", "parbake-vmm", "--bench", "restore", "--", "--vmm"];
     let vmm = std::path::absolute(bin.join("parbake-vmm"));
-    take("restore", vmm.map_err(Into::into).and_then(|vmm| {
-        run(Command::new("cargo").args(words).arg(vmm))
-    }));
+    take(
+        "restore",
+        vmm.map_err(Into::into).and_then(|vmm| run(Command::new("cargo").args(words).arg(vmm))),
+    );
     eprintln!("bench: image to ext4");
     take("rootfs", run(Command::new(bin.join("rootfs-bench")).arg(large)));
     eprintln!("bench: a Debian guest");

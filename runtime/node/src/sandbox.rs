@@ -421,7 +421,7 @@ impl Sandbox {
         if let Some(client) = self.first.take() {
             return Ok(client);
         }
-        match agent::connect_vsock_uds(&self.rundir.socket(), AGENT_PORT, CONNECT_TIMEOUT) {
+        match agent::connect_vsock_uds(self.rundir.socket(), AGENT_PORT, CONNECT_TIMEOUT) {
             Ok(stream) => Ok(Client::new(stream)),
             Err(error) => Err(self.blame(error.into())),
         }
