@@ -170,14 +170,10 @@ fn images() -> [Layout; 2] {
 
 /// Digests of the images that [`images`] give. A change here is a change of every image built:
 /// it is to be meant, and to be told to those who compare digests.
-<<<<<<< HEAD
 const GOLDEN: [&str; 2] = [
     "sha256:ee97c09cdd11d1616b5bce01759c048a9912c36427e528056d25630bd0546ad0",
     "sha256:96032288edc62f0df99679dd99df09d038c21a46e9e8d153ab03ad7ad74857b4",
 ];
-=======
-const GOLDEN: [&str; 2] = ["GOLDEN-0", "GOLDEN-1"];
->>>>>>> store
 
 #[test]
 fn images_are_the_same_everywhere() {
