@@ -202,6 +202,10 @@ impl Source {
             );
             return Err(SourceError::Unsupported(what));
         }
+        if !options.ssh.is_empty() || options.strict {
+            let what = "--ssh and --strict are for --builder sandbox only";
+            return Err(SourceError::Unsupported(what.to_owned()));
+        }
         let mut extra = Vec::new();
         for (name, value) in &load.options.contexts {
             let place = match value {
