@@ -15,8 +15,9 @@ use super::{Context, HostChoice, output, pull_lazily};
 /// Fetch a template from a registry
 ///
 /// Of the snapshots, the one that fits this machine comes along; what it needs is compared before
-/// anything large is fetched. What the store has already, in whatever template, is not fetched
-/// again, and a pull that was cut short goes on where it stopped.
+/// anything large is fetched. Where guests run in the lab, all snapshots come. What the store has
+/// already, in whatever template, is not fetched again, and a pull that was cut short goes on where
+/// it stopped.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST]; a digest must be what the registry has

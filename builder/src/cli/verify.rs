@@ -321,10 +321,20 @@ pub fn before_push(context: &Context, template: &Template) -> CliResult {
         return Ok(());
     }
     let digest = template.digest.to_string();
+    // First, as it has a progress of its own.
+    guest::lab(context)?;
+    let step = context.progress.step(format!("verify snapshots of {}", template.label()));
     let code = guest::in_lab_as(context, &["-q", "verify", "--restore", &digest])?;
     let kind = match code {
+        0 => {
+            step.done("restored twice each, all checks passed");
+            return Ok(());
+        }
         // None of the snapshots is for the lab.
-        0 | 3 => return Ok(()),
+        3 => {
+            step.done("none that can be restored here");
+            return Ok(());
+        }
         6 => Kind::NotReady,
         7 => Kind::Host,
         130 => Kind::Interrupted,
