@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use parbake_builder::template::Template;
 use parbake_cache::Store;
 use parbake_cache::template::SnapshotManifest;
-use parbake_node::sandbox::{Sandbox, SandboxOptions};
+use parbake_node::monitor::MonitorError;
+use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use parbake_protocol::agent::{ExecRequest, FailureKind};
 use serde_json::json;
 
@@ -92,7 +93,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
         (sandbox.map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?, "cold")
     } else {
         let snapshot = snapshot(context, &store, &template, shape).map_err(sandbox_failure)?;
-        (restore(&store, &template, &snapshot, &options)?, "restored")
+        (restore(context, &store, &template, &snapshot, &options)?, "restored")
     };
     let client = sandbox.connect().map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?;
     let ready = begun.elapsed();
@@ -127,15 +128,30 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     }
 }
 
+/// Restores; a snapshot that only the monitor can tell is not of this host is baked anew, once.
 fn restore(
+    context: &Context,
     store: &Store,
     template: &Template,
     snapshot: &SnapshotManifest,
     options: &SandboxOptions,
 ) -> CliResult<Sandbox> {
+    let shape = snapshot.machine;
+    let failed = |error| guest::sandbox_error(error, Kind::Sandbox);
     let files = template.restore_files(store, snapshot).kind(Kind::Sandbox)?;
-    Sandbox::restore(&files, snapshot.machine, options)
-        .map_err(|error| guest::sandbox_error(error, Kind::Sandbox))
+    match Sandbox::restore(&files, shape, options) {
+        Err(SandboxError::Monitor(MonitorError::Failed { kind, message }))
+            if kind == "mismatch" =>
+        {
+            context.progress.note(&format!("the snapshot does not fit this host ({message})"));
+            context.progress.note(&format!("baking {} anew", template.label()));
+            let baked =
+                bake::bake(context, store, template, shape, 120).map_err(sandbox_failure)?.snapshot;
+            let files = template.restore_files(store, &baked).kind(Kind::Sandbox)?;
+            Sandbox::restore(&files, shape, options).map_err(failed)
+        }
+        result => result.map_err(failed),
+    }
 }
 
 /// The template's snapshot for this host; baked now if there is none.

@@ -286,7 +286,8 @@ pub enum Event {
     },
     /// The guest could not be started; the monitor exits next.
     Failed {
-        /// A stable word: `config`, `kvm`, `kernel`, `memory`, `state`, `disk`, `jail`, `device`.
+        /// A stable word: `config`, `kvm`, `kernel`, `memory`, `state`, `disk`, `jail`,
+        /// `device`, or `mismatch`: the state is sound but not of this machine or this host.
         kind: String,
         /// For people.
         message: String,

@@ -55,6 +55,7 @@ impl Failure {
             Self::Kvm { .. } | Self::KvmAnswer(_) | Self::Host { .. } => "kvm",
             Self::Kernel(_) => "kernel",
             Self::Memory(_) => "memory",
+            Self::State(crate::snapshot::StateError::Mismatch(_)) => "mismatch",
             Self::State(_) => "state",
             Self::Disk(_) => "disk",
             Self::Jail(_) => "jail",

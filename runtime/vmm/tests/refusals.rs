@@ -157,9 +157,9 @@ fn another_machine_shape() {
     let directory = tempfile::tempdir().expect("directory");
     let (config, snapshot) = frozen(directory.path());
     let restored = restore(&config, &snapshot);
-    refused(&VmmConfig { vcpus: 2, ..restored.clone() }, "state", "vCPU count");
-    refused(&VmmConfig { memory_mib: 32, ..restored.clone() }, "state", "memory");
-    refused(&VmmConfig { rng: true, ..restored }, "state", "devices");
+    refused(&VmmConfig { vcpus: 2, ..restored.clone() }, "mismatch", "vCPU count");
+    refused(&VmmConfig { memory_mib: 32, ..restored.clone() }, "mismatch", "memory");
+    refused(&VmmConfig { rng: true, ..restored }, "mismatch", "devices");
 }
 
 #[test]
