@@ -103,7 +103,11 @@ impl Requests {
                 self.files.extend(files);
             }
         }
-        result.map_err(std::io::Error::from)?;
+        match result {
+            // What a host leaves that went with events unread.
+            Err(rustix::io::Errno::CONNRESET) => return Err(ControlError::Closed),
+            other => other.map_err(std::io::Error::from)?,
+        };
         if self.files.len() > MAX_FILES {
             return Err(ControlError::TooManyFiles);
         }
