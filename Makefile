@@ -38,18 +38,15 @@ lint:
 unit: setup-test build
 	PARBAKE_BIN=$(abspath $(BIN)) cargo test --workspace --exclude parbake-tests --release --locked
 
-# One test at a time: the emulated host wants both processors. It has been seen to hang, hence the
-# limit and the second try, which says so.
 E2E := PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_IMAGE=$(abspath $(IMAGES))/debian timeout 1200 \
 	cargo test -p parbake-tests --release --locked
 e2e: setup-test build image
-	$(E2E) --test e2e -- --nocapture --test-threads 1 || \
-		{ echo "e2e failed; trying once more" >&2; \
-		$(E2E) --test e2e -- --nocapture --test-threads 1; }
+	$(E2E) --lib --test e2e -- --nocapture --test-threads 1 --skip from_image_to_sandbox
 
-# Registries, Dockerfiles and recipes from the outside; longer, so not part of `make test`.
-e2e-long: setup-test build image
-	$(E2E) --test e2e_registry --test e2e-build -- --nocapture --test-threads 1
+# With a real guest in the lab, registries, Dockerfiles and recipes from the outside. Not part of
+# `make test` yet: the emulated host has been seen to hang under a nested guest.
+e2e-guest: setup-test build image
+	$(E2E) -- --nocapture --test-threads 1
 
 test: setup-test lint build unit e2e
 
