@@ -5,7 +5,10 @@
 //! the host sends is a [`VmmConfig`]; the monitor opens everything named there, then drops its
 //! privileges, starts the guest and answers with events. After that the host sends [`Request`]s
 //! and gets exactly one [`Message::Reply`] for each, in order; [`Message::Event`]s come whenever
-//! they happen. When the channel closes, the monitor ends the guest and exits.
+//! they happen. When the channel closes, the monitor ends the guest and exits; unless the
+//! configuration names a [`VmmConfig::control`] socket: then it goes on and listens there for the
+//! host to come back. Whoever connects as the same user takes the channel over, one at a time, and
+//! speaks [`Request`]s at once. Events that nobody was there to hear are lost.
 
 use std::path::PathBuf;
 
@@ -67,6 +70,9 @@ pub struct VmmConfig {
     /// The most bytes kept of the console's output; the rest is dropped with one line saying so.
     #[serde(default = "default_console_limit")]
     pub console_limit: u64,
+    /// Outlive the control channel, and listen here for the host to come back.
+    #[serde(default)]
+    pub control: Option<PathBuf>,
     /// How tightly the monitor locks itself in.
     #[serde(default)]
     pub jail: Jail,
