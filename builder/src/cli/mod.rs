@@ -5,7 +5,6 @@ mod build;
 mod df;
 mod diff;
 mod doctor;
-mod error;
 mod export;
 mod guest;
 mod history;
@@ -16,7 +15,6 @@ mod kernel;
 mod lab;
 mod login;
 mod ls;
-mod output;
 mod progress;
 mod prune;
 mod pull;
@@ -38,6 +36,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use parbake_cache::Store;
+use parbake_node::terminal::{failure as error, output};
 
 use error::{Classify, CliError, CliResult, Kind};
 use progress::{Mode, Progress};
