@@ -208,9 +208,14 @@ mod tests {
         assert_eq!(ask(&script).unwrap_err().0, Kind::GuardFailed);
         assert!(begun.elapsed() < Duration::from_secs(10));
         let pid = std::fs::read_to_string(mark.path()).unwrap();
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
-        // Gone, or waiting for whoever is to reap it.
-        assert!(stat.is_err() || stat.unwrap().contains(" Z "));
+        let stat = format!("/proc/{}/stat", pid.trim());
+        // Gone, or waiting for whoever is to reap it; that takes the kernel a moment.
+        let over = || std::fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z "));
+        let patience = Instant::now() + Duration::from_secs(5);
+        while !over() {
+            assert!(Instant::now() < patience, "{stat} is still there");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     #[test]
