@@ -5,7 +5,10 @@
 //! need and [`rundir`] owns the directory with a sandbox's sockets.
 #![forbid(unsafe_code)]
 
+pub mod event;
+pub mod limits;
 pub mod monitor;
+pub mod network;
 pub mod programs;
 pub mod rundir;
 pub mod sandbox;

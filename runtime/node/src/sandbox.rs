@@ -28,7 +28,10 @@ use parbake_protocol::vmm::{
     self, Disk, Event, Jail, SnapshotReport, Start, StopReason, VmmConfig, Vsock, doorbell,
 };
 
+use crate::event::EventSender;
+use crate::limits::Limits;
 use crate::monitor::{Monitor, MonitorError, log_tail};
+use crate::network::Egress;
 use crate::programs::{self, ProgramMissing};
 use crate::rundir::{self, RunDir};
 
@@ -140,6 +143,12 @@ pub struct SandboxOptions {
     pub hostname: Option<String>,
     /// `NAME=value` entries for every command of this run.
     pub env: Vec<Vec<u8>>,
+    /// What it may reach; nothing: its network device leads nowhere.
+    pub egress: Egress,
+    /// What it may use of the host.
+    pub limits: Limits,
+    /// Where events go (denied egress, limits reached); absent: nowhere.
+    pub events: Option<EventSender>,
     /// Looked at while waiting: give up when it returns true.
     pub cancelled: Option<fn() -> bool>,
 }
@@ -152,6 +161,9 @@ impl Default for SandboxOptions {
             ready_timeout: Duration::from_secs(60),
             hostname: None,
             env: Vec::new(),
+            egress: Egress::default(),
+            limits: Limits::default(),
+            events: None,
             cancelled: None,
         }
     }
