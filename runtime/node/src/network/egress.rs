@@ -26,6 +26,9 @@ use serde::{Deserialize, Serialize};
 /// Most rules one sandbox can have.
 pub const MAX_RULES: usize = 128;
 
+/// Most ports of one rule for a name: each is opened by itself for each address.
+pub const MAX_NAME_PORTS: u16 = 16;
+
 /// Networks that no rule for a wider network and no name opens (RFC 6890; RFC 3927 for metadata
 /// services): address and prefix length.
 pub const ALWAYS_BLOCKED: &[(Ipv4Addr, u8)] = &[
@@ -139,6 +142,12 @@ impl Egress {
 }
 
 impl Rule {
+    /// Whether it leads to a name.
+    #[must_use]
+    pub fn has_name(&self) -> bool {
+        matches!(self.to, Destination::Name(_))
+    }
+
     /// Whether this rule names a destination that is otherwise always blocked.
     #[must_use]
     pub fn names_blocked(&self) -> bool {
@@ -234,8 +243,14 @@ fn parse_rule(text: &str) -> Result<Rule, &'static str> {
     } else {
         Destination::Name(place.parse()?)
     };
-    if matches!(to, Destination::Name(_)) && ports.is_none() && protocol != Some(Protocol::Icmp) {
-        return Err("a name needs a port, as in packages.example:443");
+    if matches!(to, Destination::Name(_)) {
+        match ports {
+            None => return Err("a name needs a port, as in packages.example:443"),
+            Some((first, last)) if last - first >= MAX_NAME_PORTS => {
+                return Err("too many ports for a name");
+            }
+            Some(_) => {}
+        }
     }
     let protocol = protocol.unwrap_or(if ports.is_some() { Protocol::Tcp } else { Protocol::Any });
     Ok(Rule { to, protocol, ports })
@@ -354,6 +369,8 @@ mod tests {
             "10.0.0.0/33:1",
             "x y:1",
             "10.0.0.5:80/icmp",
+            "a.example/icmp",
+            "a.example:1-99",
             "10.0.0.5/sctp",
             "10.0.0.5:http",
             "-:",
