@@ -29,7 +29,6 @@ mod run;
 mod shell;
 mod size;
 mod source;
-mod stdio;
 mod steps;
 mod tag;
 mod verify;

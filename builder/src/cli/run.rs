@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use parbake_builder::template::Template;
+use parbake_builder::template::{HostClass, Template};
 use parbake_cache::Store;
 use parbake_cache::template::SnapshotManifest;
 use parbake_node::monitor::MonitorError;
@@ -15,8 +15,8 @@ use serde_json::json;
 use super::bake::ShapeArgs;
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::{self, Place};
-use super::stdio::{self, Ended};
 use super::{Context, bake};
+use parbake_node::stdio::{self, Ended};
 
 /// Run a command in a fresh sandbox, then throw the sandbox away
 ///
@@ -161,19 +161,11 @@ fn snapshot(
     template: &Template,
     shape: parbake_cache::template::MachineShape,
 ) -> CliResult<SnapshotManifest> {
-    let host = guest::host_class();
+    let host = HostClass::of_this_machine();
     if let Some((_, snapshot)) = template.snapshot(store, shape, &host).map_err(guest::classify)? {
         return Ok(snapshot);
     }
-    for (digest, snapshot) in store.snapshots(&template.digest).map_err(guest::classify)? {
-        let mut reasons = host.unmet(&snapshot.compat);
-        let other = snapshot.machine;
-        if other != shape {
-            reasons.push(format!(
-                "it is of a machine with {} vCPU and {} MiB, not {} vCPU and {} MiB",
-                other.vcpus, other.memory_mib, shape.vcpus, shape.memory_mib
-            ));
-        }
+    for (digest, reasons) in template.unfit(store, shape, &host).map_err(guest::classify)? {
         let digest = digest.short();
         context.progress.note(&format!("snapshot {digest} does not fit: {}", reasons.join("; ")));
     }

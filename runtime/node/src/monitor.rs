@@ -6,7 +6,8 @@
 //!               └──Failed──►  Gone ◄──┴───── Stopped, quit ──────┘
 //! ```
 //! The process ends when this end of the channel closes, so dropping a [`Monitor`] (or killing the
-//! process that holds it) ends the guest.
+//! process that holds it) ends the guest. A monitor with a [`VmmConfig::control`] socket stays when
+//! its host dies or [detaches](Monitor::detach), and [`Monitor::adopt`] takes it over.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -22,8 +23,9 @@ use std::time::{Duration, Instant};
 use parbake_protocol::vmm::{
     Event, MAX_LINE, Message, Reply, Request, SnapshotFiles, SnapshotReport, Status, VmmConfig,
 };
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use rustix::process::Signal;
+use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// How long a monitor may take to answer an ordinary request.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -80,10 +82,19 @@ fn tail(log: &str) -> String {
     if log.is_empty() { String::new() } else { format!(": {log}") }
 }
 
+/// The process: started here, or found running.
+#[derive(Debug)]
+enum Process {
+    Child(Child),
+    Adopted { pid: u32, fd: OwnedFd },
+}
+
 /// A running monitor.
 #[derive(Debug)]
 pub struct Monitor {
-    child: Child,
+    process: Process,
+    /// Let go: the process is somebody else's now.
+    detached: bool,
     control: UnixStream,
     inbox: Vec<u8>,
     events: VecDeque<Event>,
@@ -92,11 +103,17 @@ pub struct Monitor {
 
 impl Monitor {
     /// Starts `program`, sends it `config`, and returns at once; what the guest does arrives as
-    /// events. The process's stderr goes to `log`.
+    /// events. The process's stderr goes to `log`. It holds `keep` open for as long as it lives,
+    /// and with it the lock on that file.
     ///
     /// # Errors
     /// [`MonitorError::Spawn`] or [`MonitorError::Channel`].
-    pub fn spawn(program: &Path, config: &VmmConfig, log: &Path) -> Result<Self, MonitorError> {
+    pub fn spawn(
+        program: &Path,
+        config: &VmmConfig,
+        log: &Path,
+        keep: Option<OwnedFd>,
+    ) -> Result<Self, MonitorError> {
         let spawn_error = |source| MonitorError::Spawn { program: program.to_owned(), source };
         let (control, theirs) = UnixStream::pair().map_err(spawn_error)?;
         let stderr = File::create(log).map_err(spawn_error)?;
@@ -108,23 +125,56 @@ impl Monitor {
             .args(["--control-fd", "0"])
             .env_clear()
             .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
+            // It writes nothing there; any descriptor will do.
+            .stdout(keep.map_or_else(Stdio::null, Stdio::from))
             .stderr(stderr)
             .spawn()
             .map_err(spawn_error)?;
-        Ok(Self {
-            child,
+        Ok(Self::over(Process::Child(child), control, log))
+    }
+
+    /// Takes over the monitor that listens at `control` and belongs to nobody any more.
+    ///
+    /// # Errors
+    /// [`MonitorError::Channel`] where nobody listens; [`MonitorError::Timeout`] where another
+    /// host still has the channel.
+    pub fn adopt(control: &Path, log: &Path) -> Result<(Self, Status), MonitorError> {
+        let socket = UnixStream::connect(control).map_err(MonitorError::Channel)?;
+        let failed = |error: rustix::io::Errno| MonitorError::Channel(error.into());
+        let listener = rustix::net::sockopt::socket_peercred(&socket).map_err(failed)?.pid;
+        let fd = pidfd_open(listener, PidfdFlags::empty()).map_err(failed)?;
+        let pid = listener.as_raw_nonzero().get().unsigned_abs();
+        let mut monitor = Self::over(Process::Adopted { pid, fd }, socket, log);
+        // Not ours to end until it has answered; and since it has, the descriptor is its own.
+        monitor.detached = true;
+        let status = monitor.status()?;
+        monitor.detached = false;
+        Ok((monitor, status))
+    }
+
+    fn over(process: Process, control: UnixStream, log: &Path) -> Self {
+        Self {
+            process,
+            detached: false,
             control,
             inbox: Vec::with_capacity(4096),
             events: VecDeque::new(),
             log: log.to_owned(),
-        })
+        }
+    }
+
+    /// Lets go without ending the guest, if its monitor can do without.
+    pub fn detach(mut self) {
+        self.detached = true;
     }
 
     /// The process.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        match &self.process {
+            Process::Child(child) => child.id(),
+            Process::Adopted { pid, .. } => *pid,
+        }
     }
 
     /// The control channel, to wait on together with other descriptors.
@@ -269,13 +319,17 @@ impl Monitor {
     }
 
     fn died(&mut self) -> MonitorError {
-        let status = match self.child.wait() {
-            // What the system-call filter does to a monitor that strays.
-            Ok(status) if status.signal() == Some(Signal::SYS.as_raw()) => {
-                "it was killed for a forbidden system call".to_owned()
-            }
-            Ok(status) => status.to_string(),
-            Err(error) => error.to_string(),
+        let status = match &mut self.process {
+            Process::Child(child) => match child.wait() {
+                // What the system-call filter does to a monitor that strays.
+                Ok(status) if status.signal() == Some(Signal::SYS.as_raw()) => {
+                    "it was killed for a forbidden system call".to_owned()
+                }
+                Ok(status) => status.to_string(),
+                Err(error) => error.to_string(),
+            },
+            // Only its parent, which is gone, would be told.
+            Process::Adopted { .. } => "nobody knows how".to_owned(),
         };
         MonitorError::Died { status, log: log_tail(&self.log) }
     }
@@ -286,17 +340,62 @@ impl Monitor {
     }
 
     fn end(&mut self) {
-        // The monitor ends by itself when the channel closes; the kill is for one that cannot.
-        let _ = self.control.shutdown(std::net::Shutdown::Both);
-        let deadline = Instant::now() + Duration::from_secs(2);
-        while Instant::now() < deadline {
-            if !matches!(self.child.try_wait(), Ok(None)) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(1));
+        if self.detached {
+            return;
         }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // Most end by themselves when the channel closes, those with a socket of their own when
+        // they are told; the kill is for one that can do neither.
+        let mut line = serde_json::to_vec(&Request::Quit).expect("a request is plain data");
+        line.push(b'\n');
+        let _ = self.control.set_write_timeout(Some(Duration::from_millis(200)));
+        let _ = send(&self.control, &line, &[]);
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        if !self.process.ends_within(Duration::from_secs(2)) {
+            self.process.kill();
+        }
+    }
+}
+
+impl Process {
+    /// Waits for the end of the process; whether it came.
+    fn ends_within(&mut self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        match self {
+            Self::Child(child) => {
+                while Instant::now() < deadline {
+                    if !matches!(child.try_wait(), Ok(None)) {
+                        return true;
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                false
+            }
+            Self::Adopted { fd, .. } => loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                let left = Timespec {
+                    tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                    tv_nsec: left.subsec_nanos().into(),
+                };
+                match poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&left)) {
+                    Err(rustix::io::Errno::INTR) => {}
+                    Ok(count) => return count > 0,
+                    Err(_) => return false,
+                }
+            },
+        }
+    }
+
+    fn kill(&mut self) {
+        match self {
+            Self::Child(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            Self::Adopted { fd, .. } => {
+                let _ = pidfd_send_signal(&*fd, Signal::KILL);
+                self.ends_within(Duration::from_secs(2));
+            }
+        }
     }
 }
 

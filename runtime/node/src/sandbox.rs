@@ -11,7 +11,11 @@
 //! message to the guest agent that makes the machine its own (entropy, clock, names); until it has
 //! been answered completely no user process runs, and if it is not, the machine is destroyed.
 //! Dropping a sandbox ends its machine and removes its directory; so does the death of the
-//! process that holds it.
+//! process that holds it, unless the sandbox was made to [outlive](SandboxOptions::outlive) it:
+//!
+//! ```text
+//!  Ready ──detach, or death of the process──► (alone) ──adopt──► Ready
+//! ```
 
 use std::fs::File;
 use std::io;
@@ -65,8 +69,8 @@ pub enum SandboxError {
     /// The guest agent.
     #[error("the guest does not answer as it should")]
     Agent(#[source] ClientError),
-    /// The guest ended before it was ready.
-    #[error("the guest ended before it was ready ({reason}){}", console_tail(.console))]
+    /// The guest is gone.
+    #[error("the guest ended ({reason}){}", console_tail(.console))]
     GuestEnded {
         /// How.
         reason: String,
@@ -151,6 +155,13 @@ pub struct SandboxOptions {
     pub events: Option<EventSender>,
     /// Looked at while waiting: give up when it returns true.
     pub cancelled: Option<fn() -> bool>,
+    /// The sandbox's id: a word of letters, digits and `-`; absent: a new one.
+    pub id: Option<String>,
+    /// The sandbox outlives this process, in a directory of its own below this one, from which
+    /// [`Sandbox::adopt`] takes it over. Absent: it ends with this process.
+    pub outlive: Option<PathBuf>,
+    /// The sandbox continues the run that was frozen: the environment of that run stays.
+    pub continues: bool,
 }
 
 impl Default for SandboxOptions {
@@ -165,6 +176,9 @@ impl Default for SandboxOptions {
             limits: Limits::default(),
             events: None,
             cancelled: None,
+            id: None,
+            outlive: None,
+            continues: false,
         }
     }
 }
@@ -264,7 +278,11 @@ impl Sandbox {
             // Last, so that it is as fresh as can be.
             realtime_ns: realtime_ns(),
         };
-        let report = client.fixup(fixup).map_err(|error| sandbox.blame(error))?;
+        let report = match options.continues {
+            true => client.fixup_keeping_env(fixup),
+            false => client.fixup(fixup),
+        }
+        .map_err(|error| sandbox.blame(error))?;
         if !report.complete() {
             return Err(SandboxError::Fixup(report.items));
         }
@@ -281,10 +299,14 @@ impl Sandbox {
         options: &SandboxOptions,
     ) -> Result<Self, SandboxError> {
         let program = programs::vmm()?;
-        rundir::sweep();
-        let id = new_id()?;
-        let rundir = RunDir::create(&id)
-            .map_err(|source| SandboxError::RunDir { path: rundir::base().join(&id), source })?;
+        let id = options.id.clone().map_or_else(new_id, Ok)?;
+        let base = options.outlive.clone().unwrap_or_else(|| {
+            rundir::sweep();
+            rundir::base()
+        });
+        let failed = |source| SandboxError::RunDir { path: base.join(&id), source };
+        let rundir = RunDir::create_in(&base, &id).map_err(failed)?;
+        let lock = rundir.shared_lock().map_err(failed)?;
         let config = VmmConfig {
             version: vmm::VERSION,
             vcpus: shape.vcpus,
@@ -296,11 +318,46 @@ impl Sandbox {
             rng: true,
             console: Some(rundir.console()),
             console_limit: 4 << 20,
+            control: options.outlive.is_some().then(|| rundir.control()),
             jail: options.jail.clone(),
         };
-        let monitor = Monitor::spawn(&program, &config, &rundir.monitor_log())?;
+        let monitor = Monitor::spawn(&program, &config, &rundir.monitor_log(), lock)?;
         let timings = Timings::default();
         Ok(Self { monitor, first: None, rundir, id, timings, fixup: None })
+    }
+
+    /// Takes over the sandbox that lives in `directory` and belongs to nobody any more. Its timings
+    /// are not known any more, but the isolation layers are.
+    ///
+    /// # Errors
+    /// [`SandboxError::Monitor`] when it does not answer; it is left alone then.
+    pub fn adopt(directory: &Path) -> Result<Self, SandboxError> {
+        let mut rundir = RunDir::adopt(directory);
+        rundir.leave();
+        let (monitor, status) = Monitor::adopt(&rundir.control(), &rundir.monitor_log())?;
+        let id = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let timings = Timings { jail: status.jail, ..Timings::default() };
+        let rundir = RunDir::adopt(directory);
+        Ok(Self { monitor, first: None, rundir, id, timings, fixup: None })
+    }
+
+    /// Lets go of a sandbox that was made to outlive this process.
+    pub fn detach(mut self) {
+        self.rundir.leave();
+        self.monitor.detach();
+    }
+
+    /// How the machine ended, if it has; looks, and does not wait.
+    pub fn ended_by_itself(&mut self) -> Option<SandboxError> {
+        loop {
+            let soon = Instant::now() + Duration::from_millis(1);
+            let event = self.monitor.next_event(soon).map_err(SandboxError::from);
+            match event.and_then(|event| self.unless_ended(event)) {
+                Ok(_) => {}
+                Err(SandboxError::Monitor(MonitorError::Timeout(_))) => return None,
+                Err(ended) => return Some(ended),
+            }
+        }
     }
 
     /// Waits until the vCPUs run.
@@ -346,21 +403,7 @@ impl Sandbox {
             }
             let soon = Instant::now() + Duration::from_millis(200);
             match self.monitor.next_event(limit.min(soon)) {
-                Ok(Event::Failed { kind, message }) => {
-                    return Err(MonitorError::Failed { kind, message }.into());
-                }
-                Ok(Event::Stopped { reason, detail }) => {
-                    let how = match reason {
-                        StopReason::PowerOff => "it switched itself off",
-                        StopReason::Reset => "it reset itself, as after a kernel panic",
-                        StopReason::Crash => "its processor stopped",
-                        StopReason::Quit => "it was ended",
-                    };
-                    let detail =
-                        if detail.is_empty() { String::new() } else { format!(": {detail}") };
-                    return Err(self.ended(format!("{how}{detail}")));
-                }
-                Ok(event) => return Ok(event),
+                Ok(event) => return self.unless_ended(event),
                 Err(MonitorError::Timeout(_)) if Instant::now() >= limit => {
                     return Err(SandboxError::NotReady {
                         after: options.ready_timeout,
@@ -370,6 +413,24 @@ impl Sandbox {
                 Err(MonitorError::Timeout(_)) => {}
                 Err(error) => return Err(error.into()),
             }
+        }
+    }
+
+    /// The event, unless it says that the machine is gone.
+    fn unless_ended(&self, event: Event) -> Result<Event, SandboxError> {
+        match event {
+            Event::Failed { kind, message } => Err(MonitorError::Failed { kind, message }.into()),
+            Event::Stopped { reason, detail } => {
+                let how = match reason {
+                    StopReason::PowerOff => "it switched itself off",
+                    StopReason::Reset => "it reset itself, as after a kernel panic",
+                    StopReason::Crash => "its processor stopped",
+                    StopReason::Quit => "it was ended",
+                };
+                let detail = if detail.is_empty() { String::new() } else { format!(": {detail}") };
+                Err(self.ended(format!("{how}{detail}")))
+            }
+            event => Ok(event),
         }
     }
 
@@ -397,6 +458,12 @@ impl Sandbox {
     #[must_use]
     pub fn monitor_pid(&self) -> u32 {
         self.monitor.pid()
+    }
+
+    /// The sandbox's own directory.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        self.rundir.path()
     }
 
     /// Where the guest's console goes.
@@ -466,8 +533,6 @@ impl Sandbox {
         files: &FreezeFiles,
         memory: FreezeMemory,
     ) -> Result<Frozen, SandboxError> {
-        let begun = Instant::now();
-        let mut client = self.connect()?;
         let request = QuiesceRequest {
             end_sessions: false,
             freeze: true,
@@ -477,6 +542,50 @@ impl Sandbox {
             zero_free_memory: (!memory.keep_free_memory).then(ZeroFill::default),
             close_connections: true,
         };
+        self.write_frozen(files, request)
+    }
+
+    /// Freezes the machine as it is, as quickly as may be, and writes it into `files`: user
+    /// processes stopped where they are, connections closed. The machine stands still until
+    /// [`Sandbox::thaw`]. Running commands are ended if `end_sessions`, else a failure.
+    ///
+    /// # Errors
+    /// See [`SandboxError`]; the files are then incomplete, and the machine may stand still.
+    pub fn suspend(
+        &mut self,
+        files: &FreezeFiles,
+        end_sessions: bool,
+    ) -> Result<Frozen, SandboxError> {
+        let request = QuiesceRequest {
+            end_sessions,
+            freeze: true,
+            forget_identity: true,
+            sync: true,
+            drop_caches: false,
+            zero_free_memory: None,
+            close_connections: true,
+        };
+        self.write_frozen(files, request)
+    }
+
+    /// Lets a machine go on that stands still after [`Sandbox::suspend`], or after one that failed.
+    ///
+    /// # Errors
+    /// See [`SandboxError`]; the machine is of no use then.
+    pub fn thaw(&mut self) -> Result<(), SandboxError> {
+        self.monitor.resume()?;
+        self.first = None;
+        let mut client = self.connect()?;
+        client.thaw().map_err(|error| self.blame(error))
+    }
+
+    fn write_frozen(
+        &mut self,
+        files: &FreezeFiles,
+        request: QuiesceRequest,
+    ) -> Result<Frozen, SandboxError> {
+        let begun = Instant::now();
+        let mut client = self.connect()?;
         let report = client.quiesce(request).map_err(SandboxError::Agent)?;
         drop(client);
         if !report.complete() {
@@ -554,7 +663,10 @@ fn random<const N: usize>() -> Result<[u8; N], SandboxError> {
 }
 
 /// Twelve letters and digits, the first a letter: a host name, a file name, and easy to say.
-fn new_id() -> Result<String, SandboxError> {
+///
+/// # Errors
+/// [`SandboxError::Entropy`].
+pub fn new_id() -> Result<String, SandboxError> {
     const LETTERS: &[u8; 32] = b"abcdefghjkmnpqrstvwxyz0123456789";
     let bytes: [u8; 12] = random()?;
     let letter = |(index, byte): (usize, &u8)| {

@@ -5,7 +5,10 @@
 //! the host sends is a [`VmmConfig`]; the monitor opens everything named there, then drops its
 //! privileges, starts the guest and answers with events. After that the host sends [`Request`]s
 //! and gets exactly one [`Message::Reply`] for each, in order; [`Message::Event`]s come whenever
-//! they happen. When the channel closes, the monitor ends the guest and exits.
+//! they happen. When the channel closes, the monitor ends the guest and exits; unless the
+//! configuration names a [`VmmConfig::control`] socket: then it goes on and listens there for the
+//! host to come back. Whoever connects as the same user takes the channel over, one at a time, and
+//! speaks [`Request`]s at once. Events that nobody was there to hear are lost.
 
 use std::path::PathBuf;
 
@@ -70,6 +73,9 @@ pub struct VmmConfig {
     /// How long the machine lives, in milliseconds from its start; absent: as long as the host wants.
     #[serde(default)]
     pub lifetime_ms: Option<u64>,
+    /// Outlive the control channel, and listen here for the host to come back.
+    #[serde(default)]
+    pub control: Option<PathBuf>,
     /// How tightly the monitor locks itself in.
     #[serde(default)]
     pub jail: Jail,

@@ -6,6 +6,9 @@
 //!     ▲                 │
 //!     └──── Resume ─────┘        guest stops, Quit or end of channel, any time ─► process exits
 //! ```
+//! With a [`Door`] the end of the channel is not the end: the loop then waits at the door, and
+//! everything else goes on as it was.
+//!
 //! One thread serves the control channel, the queues' kicks and the devices' host sides. It ends
 //! the process itself: taking a KVM machine apart takes 15 ms, and nobody should wait for it.
 
@@ -17,7 +20,7 @@ use std::time::Duration;
 use parbake_protocol::vmm::{Event, Reply, Request, SnapshotReport, Status, StopReason};
 use rustix::event::epoll;
 
-use crate::control::{ControlError, Events, Requests};
+use crate::control::{ControlError, Door, Events, Requests};
 use crate::device::mmio::MmioTransport;
 use crate::error::{Failure, HostContext};
 use crate::machine::{Devices, Frozen, host_fds, state_version};
@@ -36,6 +39,8 @@ pub struct Running {
     pub frozen: Frozen,
     /// The control channel.
     pub requests: Requests,
+    /// Where the host comes back after the channel has closed.
+    pub door: Option<Door>,
     /// Its other direction.
     pub events: Arc<Events>,
     /// Whether the guest starts paused.
@@ -48,6 +53,7 @@ pub struct Running {
 #[derive(Debug, Clone, Copy)]
 enum Source {
     Control,
+    Door,
     Stop,
     Lifetime,
     Queue { device: usize, queue: usize },
@@ -74,6 +80,8 @@ impl Poll {
         let lifetime = lifetime.map(timer).transpose()?;
         let mut poll = Self { set, sources: Vec::new(), _lifetime: None };
         poll.add(requests.as_fd(), Source::Control)?;
+        // Watched only while there is no channel; see `swap`.
+        poll.sources.push(Source::Door);
         poll.add(borrow(&shared.stop_event), Source::Stop)?;
         if let Some(timer) = lifetime {
             poll.add(timer.as_fd(), Source::Lifetime)?;
@@ -89,6 +97,19 @@ impl Poll {
             poll.add(borrow(&fd), Source::Host { device })?;
         }
         Ok(poll)
+    }
+
+    /// Watches `new` in place of `old`: the channel or the door.
+    fn swap(
+        &self,
+        old: BorrowedFd<'_>,
+        new: BorrowedFd<'_>,
+        source: Source,
+    ) -> Result<(), Failure> {
+        epoll::delete(&self.set, old).host("epoll_ctl")?;
+        let slot = u64::from(matches!(source, Source::Door));
+        epoll::add(&self.set, new, epoll::EventData::new_u64(slot), epoll::EventFlags::IN)
+            .host("epoll_ctl")
     }
 
     fn add(&mut self, fd: BorrowedFd<'_>, source: Source) -> Result<(), Failure> {
@@ -151,8 +172,13 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
             };
             match *source {
                 Source::Control => {
-                    if let Some(code) = running.control() {
+                    if let Some(code) = running.control(poll) {
                         return code;
+                    }
+                }
+                Source::Door => {
+                    if let Err(failure) = running.welcome(poll) {
+                        return running.fail(&failure);
                     }
                 }
                 Source::Stop => {
@@ -204,17 +230,15 @@ impl Running {
     }
 
     /// Serves what came over the control channel; an exit code when it is time to end.
-    fn control(&mut self) -> Option<i32> {
-        match self.requests.receive() {
-            Ok(()) => {}
-            Err(ControlError::Closed) => return Some(0),
-            Err(error) => return Some(self.channel_broken(&error)),
+    fn control(&mut self, poll: &Poll) -> Option<i32> {
+        if let Err(error) = self.requests.receive() {
+            return self.channel_ended(&error, poll);
         }
         loop {
             let line = match self.requests.line() {
                 Ok(Some(line)) => line,
                 Ok(None) => return None,
-                Err(error) => return Some(self.channel_broken(&error)),
+                Err(error) => return self.channel_ended(&error, poll),
             };
             let reply = match serde_json::from_slice(&line) {
                 Ok(Request::Quit) => {
@@ -230,9 +254,29 @@ impl Running {
         }
     }
 
-    fn channel_broken(&self, error: &ControlError) -> i32 {
+    /// The end, or waiting at the door. A host that sends nonsense is as good as gone.
+    fn channel_ended(&self, error: &ControlError, poll: &Poll) -> Option<i32> {
+        if let Some(door) = &self.door {
+            let waiting = poll.swap(self.requests.as_fd(), door.as_fd(), Source::Door);
+            self.requests.hang_up();
+            return waiting.err().map(|failure| self.fail(&failure));
+        }
+        if matches!(error, ControlError::Closed) {
+            return Some(0);
+        }
         self.events.send(&Event::Failed { kind: "config".into(), message: error.to_string() });
-        1
+        Some(1)
+    }
+
+    /// Takes a new channel, if who knocks may have it.
+    fn welcome(&mut self, poll: &Poll) -> Result<(), Failure> {
+        let Some(door) = &self.door else { return Ok(()) };
+        let Some(socket) = door.admit() else { return Ok(()) };
+        let requests = Requests::new(std::sync::Arc::clone(&socket));
+        poll.swap(door.as_fd(), requests.as_fd(), Source::Control)?;
+        self.requests = requests;
+        self.events.redirect(socket);
+        Ok(())
     }
 
     fn request(&mut self, request: &Request) -> Reply {
