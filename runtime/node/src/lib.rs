@@ -8,6 +8,7 @@
 #![deny(unsafe_code)]
 
 pub mod event;
+mod launch;
 pub mod limits;
 pub mod monitor;
 pub mod network;

@@ -73,13 +73,42 @@ impl Cgroup {
             Some((directory, controllers)) => {
                 sweep(&directory);
                 let directory = make(&directory, id)?;
-                let places = controllers.into_iter().map(|name| (name, directory.clone())).collect();
+                let places =
+                    controllers.into_iter().map(|name| (name, directory.clone())).collect();
                 Self { version: 2, places }
             }
             None => Self::of_version_1(&mounts, &own, id)?,
         };
         group.set(shares)?;
         Ok(group)
+    }
+
+    /// The group that another process made for sandbox `id`, if it did.
+    pub(crate) fn find(id: &str) -> Option<Self> {
+        let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+        let own = fs::read_to_string("/proc/self/cgroup").ok()?;
+        let group = match unified(&mounts, &own) {
+            Some((directory, controllers)) => {
+                let place = directory.join(id);
+                let places = controllers.into_iter().map(|name| (name, place.clone())).collect();
+                Self { version: 2, places }
+            }
+            None => {
+                let place = |(name, controller)| {
+                    let parent = controller_directory(&mounts, &own, controller)?;
+                    Some((name, parent.join(OURS).join(id)))
+                };
+                Self { version: 1, places: CONTROLLERS.into_iter().filter_map(place).collect() }
+            }
+        };
+        let there = group.places.first().is_some_and(|(_, place)| place.is_dir());
+        // One that is not there has nothing to be removed.
+        there.then_some(group)
+    }
+
+    /// Leaves the group to whoever comes next.
+    pub(crate) fn leave(mut self) {
+        self.places.clear();
     }
 
     fn of_version_1(mounts: &str, own: &str, id: &str) -> Result<Self, CgroupError> {
@@ -204,9 +233,8 @@ impl Drop for Cgroup {
 
 fn make(parent: &Path, id: &str) -> Result<PathBuf, CgroupError> {
     let directory = parent.join(id);
-    let failed = |error: io::Error| {
-        CgroupError::Unavailable(format!("{}: {error}", directory.display()))
-    };
+    let failed =
+        |error: io::Error| CgroupError::Unavailable(format!("{}: {error}", directory.display()));
     match fs::create_dir(parent) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(error)),
         _ => {}
@@ -280,9 +308,7 @@ fn unified(mounts: &str, own: &str) -> Option<(PathBuf, Vec<&'static str>)> {
     let mut place = directory(&mount, own_path(own, str::is_empty)?);
     loop {
         let ours = place.join(OURS);
-        if pass_on(&place).contains(&"memory")
-            && (ours.is_dir() || fs::create_dir(&ours).is_ok())
-        {
+        if pass_on(&place).contains(&"memory") && (ours.is_dir() || fs::create_dir(&ours).is_ok()) {
             let controllers = pass_on(&ours);
             if controllers.contains(&"memory") {
                 return Some((ours, controllers));
@@ -328,8 +354,10 @@ mod tests {
         assert_eq!(mount(MOUNTS, "cgroup", Some("pids")), None);
         let own = own_path(OWN, |list| list.split(',').any(|name| name == "memory")).unwrap();
         assert_eq!(directory(&memory, own), Path::new("/sys/fs/cgroup/memory/a/b"));
-        assert_eq!(directory(&two, own_path(OWN, str::is_empty).unwrap()),
-            Path::new("/sys/fs/cgroup/unified/user.slice"));
+        assert_eq!(
+            directory(&two, own_path(OWN, str::is_empty).unwrap()),
+            Path::new("/sys/fs/cgroup/unified/user.slice")
+        );
         // In a container: the mount shows our own part only.
         let bound = ("/sys/fs/cgroup/memory".into(), "/a".into());
         assert_eq!(directory(&bound, "/a/b"), Path::new("/sys/fs/cgroup/memory/b"));
