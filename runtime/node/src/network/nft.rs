@@ -212,11 +212,11 @@ impl Rule {
         rule.compare(REGISTER, 5, &first.to_be_bytes()).compare(REGISTER, 3, &last.to_be_bytes())
     }
 
-    pub(crate) fn to_ports(self, first: u16, last: u16) -> Self {
+    pub(crate) fn ports(self, first: u16, last: u16) -> Self {
         self.port(2, first, last)
     }
 
-    pub(crate) fn from_port(self, port: u16) -> Self {
+    pub(crate) fn source_port(self, port: u16) -> Self {
         self.port(0, port, port)
     }
 
@@ -401,8 +401,8 @@ impl Batch {
         self.push(message::NEW_SET, NLM_F_CREATE, attributes);
     }
 
-    pub(crate) fn rule(&mut self, chain: &str, rule: Rule) {
-        let attributes = vec![text(1, self.table), text(2, chain), nest(4, &rule.0)];
+    pub(crate) fn rule(&mut self, chain: &str, Rule(expressions): Rule) {
+        let attributes = vec![text(1, self.table), text(2, chain), nest(4, expressions.as_slice())];
         self.push(message::NEW_RULE, NLM_F_CREATE | NLM_F_APPEND, attributes);
     }
 
@@ -481,7 +481,7 @@ impl Netfilter {
         header.flags = NLM_F_REQUEST;
         header.sequence_number = self.0.next_sequence();
         let message = tables(message::GET_OBJECT, &request);
-        self.0.send(&bytes(NetlinkMessage::new(header.clone(), message.into())))?;
+        self.0.send(&bytes(NetlinkMessage::new(header, message.into())))?;
         loop {
             for answer in self.0.receive::<NetfilterMessage>()? {
                 if answer.header.sequence_number != header.sequence_number {

@@ -95,11 +95,11 @@ pub(crate) fn namespace(connections: u32) -> Batch {
 
     batch.base_chain("input", (Hook::Input, 0), Kind::Filter, Policy::Drop);
     let resolver = Rule::new().from(TAP).ipv4().destination(GATEWAY.into());
-    batch.rule("input", resolver.protocol(UDP).to_ports(53, 53).accept());
+    batch.rule("input", resolver.protocol(UDP).ports(53, 53).accept());
     batch.rule("input", Rule::new().from(TAP).goto("denied"));
 
     batch.base_chain("output", (Hook::Output, 0), Kind::Filter, Policy::Drop);
-    batch.rule("output", Rule::new().to(TAP).ipv4().protocol(UDP).from_port(53).accept());
+    batch.rule("output", Rule::new().to(TAP).ipv4().protocol(UDP).source_port(53).accept());
     // Rejections and "fragmentation needed".
     batch.rule("output", Rule::new().to(TAP).ipv4().protocol(ICMP).accept());
 
@@ -145,7 +145,7 @@ fn matches(rule: &Allowed, net: Ipv4Net) -> Vec<Rule> {
         let matching = Rule::new().destination(net).protocol(protocol);
         match (protocol, rule.ports) {
             (ICMP, _) => matching.icmp_type(ECHO_REQUEST),
-            (_, Some((first, last))) => matching.to_ports(first, last),
+            (_, Some((first, last))) => matching.ports(first, last),
             (_, None) => matching,
         }
     };
