@@ -2,6 +2,7 @@
 
 mod bake;
 mod build;
+mod cage;
 mod df;
 mod diff;
 mod doctor;

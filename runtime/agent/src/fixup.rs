@@ -76,12 +76,13 @@ pub fn run(agent: &Agent, fixup: Fixup, env: Env) -> Result<FixupReport, Failure
     if fixup.ssh_host_keys {
         step(items, "ssh_host_keys", || replace_ssh_keys(agent));
     }
-    if let Some(config) = &fixup.network {
-        step(items, "network", || {
+    match &fixup.network {
+        Some(config) => step(items, "network", || {
             network::configure(config)?;
             IdentityFile::Resolver.set(&network::resolver(&config.dns))?;
             done()
-        });
+        }),
+        None => step(items, "network", || network::off("eth0").and_then(|()| done())),
     }
     let succeeded = items.iter().all(|i| i.error.is_none());
     {

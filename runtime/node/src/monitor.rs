@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::launch;
 use parbake_protocol::vmm::{
     Event, MAX_LINE, Message, Reply, Request, SnapshotFiles, SnapshotReport, Status, VmmConfig,
 };
@@ -104,7 +105,7 @@ pub struct Monitor {
 impl Monitor {
     /// Starts `program`, sends it `config`, and returns at once; what the guest does arrives as
     /// events. The process's stderr goes to `log`. It holds `keep` open for as long as it lives,
-    /// and with it the lock on that file.
+    /// and with it the lock on that file. `tap` goes along where the configuration says so.
     ///
     /// # Errors
     /// [`MonitorError::Spawn`] or [`MonitorError::Channel`].
@@ -113,6 +114,7 @@ impl Monitor {
         config: &VmmConfig,
         log: &Path,
         keep: Option<OwnedFd>,
+        tap: Option<BorrowedFd<'_>>,
     ) -> Result<Self, MonitorError> {
         let spawn_error = |source| MonitorError::Spawn { program: program.to_owned(), source };
         let (control, theirs) = UnixStream::pair().map_err(spawn_error)?;
@@ -120,16 +122,16 @@ impl Monitor {
         let mut line = serde_json::to_vec(config).expect("a configuration is plain data");
         line.push(b'\n');
         // Sent before the process exists, so that it finds the line waiting.
-        send(&control, &line, &[]).map_err(MonitorError::Channel)?;
-        let child = Command::new(program)
+        send(&control, &line, tap.as_slice()).map_err(MonitorError::Channel)?;
+        let mut command = Command::new(program);
+        command
             .args(["--control-fd", "0"])
             .env_clear()
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             // It writes nothing there; any descriptor will do.
             .stdout(keep.map_or_else(Stdio::null, Stdio::from))
-            .stderr(stderr)
-            .spawn()
-            .map_err(spawn_error)?;
+            .stderr(stderr);
+        let child = launch::spawn(&mut command).map_err(spawn_error)?;
         Ok(Self::over(Process::Child(child), control, log))
     }
 

@@ -41,6 +41,30 @@ pub struct CreateRequest {
     /// Words of the caller's own, shown and logged.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
+    /// What it may reach: `allow=ADDRESS[:PORT]`, `allow=NAME[:PORT]`; empty: nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub egress: Vec<String>,
+    /// What it may use of the host.
+    #[serde(default)]
+    pub limits: Limits,
+}
+
+/// What a sandbox may use of the host. Whatever is absent follows from its machine's shape.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Limits {
+    /// Host memory in bytes, the guest's and its monitor's together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    /// Processor time in thousandths of a processor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_milli: Option<u32>,
+    /// Share of the disks' time against other sandboxes, 1 to 10000.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub io_weight: Option<u16>,
+    /// Bytes it may write to its disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_bytes: Option<u64>,
 }
 
 /// What a sandbox is doing.
@@ -91,6 +115,9 @@ pub struct Sandbox {
     /// Words of the caller's own.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
+    /// What it may reach; empty: nothing. A sandbox that a later service took over reaches nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub egress: Vec<String>,
     /// Isolation layers in force around its monitor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub jail: Vec<String>,
@@ -193,6 +220,10 @@ pub struct ResumeRequest {
     pub env: BTreeMap<String, String>,
     /// Secrets.
     pub secrets: BTreeMap<String, String>,
+    /// As in a creation; what it could reach before does not count.
+    pub egress: Vec<String>,
+    /// As in a creation.
+    pub limits: Limits,
     /// Keep what is in the store, to resume it from there again.
     pub keep: bool,
 }
@@ -405,6 +436,9 @@ pub struct Stats {
     pub memory_proportional_bytes: u64,
     /// What the guest has written to its disk, in bytes.
     pub disk_written_bytes: u64,
+    /// Packets and names it was denied; absent: it has no network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress_denied: Option<u64>,
     /// Commands running.
     pub executions: u32,
     /// Commands started since the service knows it.

@@ -230,6 +230,8 @@ impl From<SandboxError> for Problem {
             | SandboxError::Entropy(_)
             | SandboxError::Monitor(_) => Kind::HostCannot,
             SandboxError::Fixup(_) | SandboxError::Quiesce(_) => Kind::GuestRefused,
+            SandboxError::Network(_) | SandboxError::Cgroup(_) => Kind::HostCannot,
+            SandboxError::Limit(_) => Kind::GuestGone,
             SandboxError::Interrupted => Kind::Draining,
         };
         Self::because(kind, &error)

@@ -13,6 +13,8 @@ use parbake_cache::Digest;
 use parbake_cache::template::MachineShape;
 use serde::{Deserialize, Serialize};
 
+use crate::model::Limits;
+
 /// The version of the file.
 const VERSION: u32 = 1;
 const NAME: &str = "sandbox.json";
@@ -45,6 +47,10 @@ pub struct Record {
     pub secrets: Vec<String>,
     /// Words of the caller's own.
     pub labels: BTreeMap<String, String>,
+    /// What it may reach.
+    pub egress: Vec<String>,
+    /// What it may use.
+    pub limits: Limits,
     /// The idempotency key of the request that made it, and the request's digest.
     pub request: Option<(String, Digest)>,
 }
@@ -65,6 +71,8 @@ impl Record {
             parent: None,
             secrets: Vec::new(),
             labels: BTreeMap::new(),
+            egress: Vec::new(),
+            limits: Limits::default(),
             request: None,
         }
     }

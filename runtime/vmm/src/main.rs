@@ -4,8 +4,9 @@
 use std::os::fd::{BorrowedFd, FromRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
-use parbake_protocol::vmm::{Event, VmmConfig};
+use parbake_protocol::vmm::{Event, Tap, VmmConfig};
 use parbake_vmm::control::{Door, Events, Requests};
 use parbake_vmm::error::Failure;
 use parbake_vmm::jail::{self, Filters};
@@ -91,8 +92,11 @@ fn start(
             what: "listening for a host that comes back",
             source,
         })?;
-    let machine = machine::open(&config, events, &mut stages)?;
-    let poll = Poll::new(&requests, &machine.shared, &machine.devices)?;
+    let passed = config.net.as_ref().is_some_and(|net| net.tap == Some(Tap::Passed));
+    let tap = if passed { requests.take_files(1).and_then(|mut files| files.pop()) } else { None };
+    let machine = machine::open(&config, tap, events, &mut stages)?;
+    let lifetime = config.lifetime_ms.map(Duration::from_millis);
+    let poll = Poll::new(&requests, &machine.shared, &machine.devices, lifetime)?;
     let filters = config.jail.seccomp.then(Filters::compile).transpose()?.map(Arc::new);
     stages.mark("filters");
     let mut jail = jail::enter(&config)?;

@@ -15,6 +15,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parbake_protocol::vmm::{Event, Reply, Request, SnapshotReport, Status, StopReason};
 use rustix::event::epoll;
@@ -54,6 +55,7 @@ enum Source {
     Control,
     Door,
     Stop,
+    Lifetime,
     Queue { device: usize, queue: usize },
     Host { device: usize },
 }
@@ -62,17 +64,29 @@ enum Source {
 pub struct Poll {
     set: OwnedFd,
     sources: Vec<Source>,
+    /// Expires with the machine's life; kept open.
+    _lifetime: Option<OwnedFd>,
 }
 
 impl Poll {
-    /// Collects everything the loop waits for.
-    pub fn new(requests: &Requests, shared: &Shared, devices: &Devices) -> Result<Self, Failure> {
+    /// Collects everything the loop waits for; `lifetime` begins now.
+    pub fn new(
+        requests: &Requests,
+        shared: &Shared,
+        devices: &Devices,
+        lifetime: Option<Duration>,
+    ) -> Result<Self, Failure> {
         let set = epoll::create(epoll::CreateFlags::CLOEXEC).host("epoll_create1")?;
-        let mut poll = Self { set, sources: Vec::new() };
+        let lifetime = lifetime.map(timer).transpose()?;
+        let mut poll = Self { set, sources: Vec::new(), _lifetime: None };
         poll.add(requests.as_fd(), Source::Control)?;
         // Watched only while there is no channel; see `swap`.
         poll.sources.push(Source::Door);
         poll.add(borrow(&shared.stop_event), Source::Stop)?;
+        if let Some(timer) = lifetime {
+            poll.add(timer.as_fd(), Source::Lifetime)?;
+            poll._lifetime = Some(timer);
+        }
         for device in 0..devices.all.len() {
             let transport = devices.lock(device);
             for (queue, kick) in transport.queue_events().iter().enumerate() {
@@ -104,6 +118,26 @@ impl Poll {
         self.sources.push(source);
         Ok(())
     }
+}
+
+/// Readable once `after` has passed, which the guest's being paused does not stop.
+fn timer(after: Duration) -> Result<OwnedFd, Failure> {
+    use rustix::time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+        timerfd_settime,
+    };
+    let timer =
+        timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC).host("timerfd_create")?;
+    // Zero would switch it off.
+    let after = after.max(Duration::from_millis(1));
+    let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let value = Timespec {
+        tv_sec: i64::try_from(after.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: after.subsec_nanos().into(),
+    };
+    let setting = Itimerspec { it_interval: zero, it_value: value };
+    timerfd_settime(&timer, TimerfdTimerFlags::empty(), &setting).host("timerfd_settime")?;
+    Ok(timer)
 }
 
 /// Borrows a descriptor for the time of an `epoll_ctl`.
@@ -153,10 +187,21 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
                         return 0;
                     }
                 }
+                Source::Lifetime => {
+                    running.events.send(&Event::Stopped {
+                        reason: StopReason::Expired,
+                        detail: String::new(),
+                    });
+                    return 0;
+                }
                 Source::Queue { device, queue } => {
                     let mut transport = running.devices.lock(device);
                     transport.queue_event(queue);
                     report_failure(&mut transport);
+                    if transport.take_full() {
+                        let disk = u32::try_from(device).unwrap_or(u32::MAX);
+                        running.events.send(&Event::DiskFull { disk });
+                    }
                 }
                 Source::Host { device } => {
                     let mut transport = running.devices.lock(device);

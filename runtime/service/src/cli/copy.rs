@@ -6,7 +6,7 @@ use parbake_service::model::{
     ForkRequest, PauseRequest, Paused, ResumeRequest, Sandbox, SandboxList,
 };
 
-use super::values::{RunArgs, pair};
+use super::values::{CageArgs, RunArgs, pair};
 use super::{Context, part, refused};
 
 /// Make copies of a running sandbox
@@ -58,6 +58,8 @@ pub struct ResumeArgs {
     id: String,
     #[command(flatten)]
     run: RunArgs,
+    #[command(flatten)]
+    cage: CageArgs,
     /// Keep it in the store, to go on from the same point again
     #[arg(long)]
     keep: bool,
@@ -96,6 +98,8 @@ pub fn resume(context: &Context, args: &ResumeArgs) -> CliResult {
         ttl_seconds: args.run.ttl_seconds(),
         env: args.run.env()?,
         secrets: args.run.secrets()?,
+        egress: args.cage.egress(),
+        limits: args.cage.limits(),
         keep: args.keep,
     };
     let path = format!("/v1/sandboxes/{}/resume", part(&args.id));

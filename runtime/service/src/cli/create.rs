@@ -4,7 +4,7 @@ use parbake_node::terminal::failure::CliResult;
 use parbake_node::terminal::output;
 use parbake_service::model::{CreateRequest, Sandbox};
 
-use super::values::{RunArgs, pair};
+use super::values::{CageArgs, RunArgs, pair};
 use super::{Context, refused};
 
 /// Make a sandbox from a baked template
@@ -24,6 +24,8 @@ pub struct Args {
     memory: Option<u32>,
     #[command(flatten)]
     run: RunArgs,
+    #[command(flatten)]
+    cage: CageArgs,
     /// The guest's host name
     #[arg(long, value_name = "NAME")]
     hostname: Option<String>,
@@ -46,6 +48,8 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         env: args.run.env()?,
         secrets: args.run.secrets()?,
         labels: args.label.iter().cloned().collect(),
+        egress: args.cage.egress(),
+        limits: args.cage.limits(),
     };
     let headers: Vec<(&str, &str)> =
         args.idempotency_key.iter().map(|key| ("idempotency-key", key.as_str())).collect();

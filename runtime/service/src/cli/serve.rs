@@ -84,6 +84,9 @@ pub struct Args {
     /// How long to wait for running commands then
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "30s")]
     drain_timeout: Duration,
+    /// Networks prepared in advance, so that sandboxes with --egress need not wait for theirs
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    networks_ready: usize,
     /// Become this user and group in each monitor, e.g. 65534:65534; needs root
     #[arg(long, value_name = "UID:GID", value_parser = user)]
     monitor_user: Option<(u32, u32)>,
@@ -251,6 +254,7 @@ fn config(args: &Args) -> CliResult<Config> {
         transfer_limit: args.transfer_limit,
         audit,
         guard,
+        networks_ready: args.networks_ready,
         jail: Jail { user: args.monitor_user, ..Jail::default() },
     })
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use parbake_node::terminal::env;
 use parbake_node::terminal::failure::{CliError, CliResult, Kind};
+use parbake_service::model::Limits;
 
 /// `90s`, `15m`, `2h`, `7d`, or seconds.
 pub fn duration(text: &str) -> Result<Duration, String> {
@@ -33,6 +34,44 @@ pub fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
         _ => Err("it is NAME=VALUE".to_owned()),
+    }
+}
+
+/// What a sandbox may reach and use.
+#[derive(Debug, clap::Args)]
+pub struct CageArgs {
+    /// What it may reach, e.g. allow=10.0.0.5:443,allow=packages.example:443; absent: nothing
+    #[arg(long, value_name = "RULE", value_delimiter = ',')]
+    egress: Vec<String>,
+    /// The most host memory, guest and monitor together, in MiB
+    #[arg(long, value_name = "MIB")]
+    host_memory: Option<u64>,
+    /// The most processor time, in thousandths of a processor
+    #[arg(long, value_name = "N")]
+    cpu_milli: Option<u32>,
+    /// Its share of the disks' time, 1 to 10000
+    #[arg(long, value_name = "N")]
+    io_weight: Option<u16>,
+    /// The most it may write to its disk, in MiB
+    #[arg(long, value_name = "MIB")]
+    disk: Option<u64>,
+}
+
+impl CageArgs {
+    /// What it may reach.
+    pub fn egress(&self) -> Vec<String> {
+        self.egress.iter().filter(|rule| *rule != "none").cloned().collect()
+    }
+
+    /// What it may use.
+    pub fn limits(&self) -> Limits {
+        let bytes = |mib: u64| mib.saturating_mul(1 << 20);
+        Limits {
+            memory_bytes: self.host_memory.map(bytes),
+            cpu_milli: self.cpu_milli,
+            io_weight: self.io_weight,
+            disk_bytes: self.disk.map(bytes),
+        }
     }
 }
 

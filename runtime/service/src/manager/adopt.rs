@@ -4,10 +4,12 @@ use std::fs::{self, DirBuilder, File};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use parbake_cache::Store;
+use parbake_node::event::{EventKind, SandboxEvent};
 use parbake_node::rundir;
 use parbake_node::sandbox::Sandbox as Machine;
 use rustix::fs::{FlockOperation, flock};
@@ -19,6 +21,9 @@ use crate::feed::Feed;
 use crate::metrics::Metrics;
 use crate::model::State;
 use crate::record::Record;
+
+/// Events waiting to be written down; a flood beyond that is counted only.
+const EVENTS: usize = 1024;
 
 /// How long a directory's monitor may take to open its door: a service that was killed while it
 /// made a sandbox has left one that is just starting.
@@ -44,6 +49,7 @@ impl Manager {
         // Made now if need be, so that a bad --store shows at once.
         let store = Store::open(&config.store)?;
         let audit = config.audit.as_deref().map(Audit::open).transpose()?;
+        let (events, happened) = mpsc::sync_channel(EVENTS);
         let manager = Arc::new(Self {
             config,
             entries: Mutex::default(),
@@ -54,8 +60,11 @@ impl Manager {
             audit,
             feed: Feed::default(),
             metrics: Metrics::default(),
+            pool: OnceLock::new(),
+            events,
             _lock: guard,
         });
+        tell(&manager, happened);
         manager.note(SELF, "started", None, json!({ "version": env!("CARGO_PKG_VERSION") }));
         let found = fs::read_dir(&sandboxes)
             .map_err(|source| StartError::RunDir { path: sandboxes.clone(), source })?;
@@ -140,6 +149,31 @@ impl Manager {
                 machine.detach();
             }
         }
+    }
+}
+
+/// Writes down what happens to sandboxes, for as long as the service lives.
+fn tell(manager: &Arc<Manager>, happened: Receiver<SandboxEvent>) {
+    // The service itself holds the sending side: it must not be kept alive by this.
+    let manager = Arc::downgrade(manager);
+    let spawned = std::thread::Builder::new().name("events".to_owned()).spawn(move || {
+        while let Ok(event) = happened.recv() {
+            let Some(manager) = manager.upgrade() else { return };
+            let kind = match &event.kind {
+                EventKind::EgressDenied { .. } => "egressDenied",
+                EventKind::NameDenied { .. } => "nameDenied",
+                EventKind::NameOpened { .. } => "nameOpened",
+                EventKind::LimitHit(_) => "limitHit",
+            };
+            let mut detail = serde_json::to_value(&event.kind).unwrap_or_default();
+            if let Some(detail) = detail.as_object_mut() {
+                detail.remove("event");
+            }
+            manager.note("guest", kind, Some(&event.sandbox), detail);
+        }
+    });
+    if let Err(error) = spawned {
+        eprintln!("parbaked: what guests are denied will not be told: {error}");
     }
 }
 

@@ -68,16 +68,18 @@ impl Manager {
         if request.count == 0 || request.count > MAX_FORKS {
             return Err(Problem::new(Kind::BadRequest, format!("count is 1 to {MAX_FORKS}")));
         }
+        let entry = self.entry(id)?;
+        let parent = lock(&entry.facts).record.clone();
         let extras = Extras {
             ttl_seconds: request.ttl_seconds,
             hostname: None,
             env: request.env.clone(),
             secrets: request.secrets.clone(),
             labels: request.labels.clone(),
+            egress: parent.egress.clone(),
+            limits: parent.limits.clone(),
         };
         check(&extras)?;
-        let entry = self.entry(id)?;
-        let parent = lock(&entry.facts).record.clone();
         refuse_secrets(&parent, request.with_secrets, "fork")?;
         let store = self.store()?;
         let template = Template::load(&store, None, parent.template_digest)?;
@@ -186,6 +188,8 @@ impl Manager {
             hostname: None,
             env: request.env.clone(),
             secrets: request.secrets.clone(),
+            egress: request.egress.clone(),
+            limits: request.limits.clone(),
             ..Extras::default()
         };
         check(&extras)?;

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use parbake_cache::template::MachineShape;
 use parbake_cache::{Digest, Store};
+use parbake_node::limits::Limits;
+use parbake_node::network::{Egress, Pool, PoolOptions};
 use parbake_node::sandbox::{
     RestoreFiles, Sandbox as Machine, SandboxError, SandboxOptions, new_id,
 };
@@ -15,12 +17,14 @@ use serde_json::json;
 
 use super::{Entry, Keyed, Manager, lock};
 use crate::feed::unix_ms;
-use crate::model::{CreateRequest, Sandbox, State, Timings};
+use crate::model::{self, CreateRequest, Sandbox, State, Timings};
 use crate::problem::{Kind, Problem};
 use crate::record::Record;
 
 /// Where secrets are in the guest: a file system in memory.
 const SECRETS: &str = "/run/secrets";
+/// How much later than the service the monitor ends a sandbox whose time is up.
+const GRACE: Duration = Duration::from_secs(5);
 /// The longest idempotency key.
 const MAX_KEY: usize = 128;
 /// The longest label, key or value.
@@ -37,6 +41,8 @@ pub(super) struct Extras {
     pub env: BTreeMap<String, String>,
     pub secrets: BTreeMap<String, String>,
     pub labels: BTreeMap<String, String>,
+    pub egress: Vec<String>,
+    pub limits: model::Limits,
 }
 
 /// What a new sandbox is made from.
@@ -137,6 +143,8 @@ impl Manager {
             env: request.env.clone(),
             secrets: request.secrets.clone(),
             labels: request.labels.clone(),
+            egress: request.egress.clone(),
+            limits: request.limits.clone(),
         };
         check(&extras)?;
         let store = self.store()?;
@@ -209,6 +217,8 @@ impl Manager {
     ) -> Result<Sandbox, Problem> {
         record.expires_unix_ms = self.expiry(extras.ttl_seconds);
         record.labels.extend(extras.labels.clone());
+        record.egress.clone_from(&extras.egress);
+        record.limits = extras.limits.clone();
         record.secrets.extend(extras.secrets.keys().cloned());
         record.secrets.sort();
         record.secrets.dedup();
@@ -221,6 +231,7 @@ impl Manager {
         detail["secrets"] = json!(record.secrets);
         detail["env"] = json!(extras.env.keys().collect::<Vec<_>>());
         detail["labels"] = json!(record.labels);
+        detail["egress"] = json!(record.egress);
         self.report(actor, kind, Some(&id), detail)?;
 
         let options = SandboxOptions {
@@ -229,6 +240,20 @@ impl Manager {
             ready_timeout: self.config.ready_timeout,
             hostname: extras.hostname.clone(),
             env: extras.env.iter().map(|(name, value)| format!("{name}={value}").into()).collect(),
+            network_pool: if extras.egress.is_empty() { None } else { Some(self.pool()?) },
+            egress: egress_of(&extras.egress)?,
+            limits: Limits {
+                memory_bytes: extras.limits.memory_bytes,
+                cpu_milli: extras.limits.cpu_milli,
+                io_weight: extras.limits.io_weight,
+                disk_bytes: extras.limits.disk_bytes,
+                // The service comes first; the monitor sees to it when there is none.
+                lifetime: record.expires_unix_ms.map(|at| {
+                    Duration::from_millis(at.saturating_sub(unix_ms())).saturating_add(GRACE)
+                }),
+                ..Limits::default()
+            },
+            events: Some(self.events.clone()),
             id: Some(id.clone()),
             outlive: Some(self.config.run_dir.join("sandboxes")),
             continues: origin.continues,
@@ -281,6 +306,21 @@ impl Manager {
         Ok(Planned { manager: self, entry, done: false })
     }
 
+    /// Where networks come from.
+    fn pool(&self) -> Result<Arc<Pool>, Problem> {
+        if let Some(pool) = self.pool.get() {
+            return Ok(Arc::clone(pool));
+        }
+        let options = PoolOptions {
+            ready: self.config.networks_ready,
+            most: self.config.max_sandboxes,
+            ..PoolOptions::default()
+        };
+        let made =
+            Pool::new(options).map_err(|error| Problem::because(Kind::HostCannot, &error))?;
+        Ok(Arc::clone(self.pool.get_or_init(|| Arc::new(made))))
+    }
+
     fn expiry(&self, ttl_seconds: Option<u64>) -> Option<u64> {
         let ttl = ttl_seconds.map(Duration::from_secs).or(self.config.default_ttl)?;
         Some(unix_ms().saturating_add(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX)))
@@ -296,6 +336,14 @@ impl Planned<'_> {
 
 fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1000.0
+}
+
+/// A policy as it is written.
+fn egress_of(rules: &[String]) -> Result<Egress, Problem> {
+    if rules.is_empty() {
+        return Ok(Egress::default());
+    }
+    Egress::parse(&rules.join(",")).map_err(|error| Problem::because(Kind::BadRequest, &error))
 }
 
 /// What makes two requests the same. Values of secrets are left out: the digest is written down.
@@ -324,6 +372,7 @@ pub(super) fn check(extras: &Extras) -> Result<(), Problem> {
             ));
         }
     }
+    egress_of(&extras.egress)?;
     if extras.labels.len() > MAX_LABELS {
         return bad(format!("there are more than {MAX_LABELS} labels"));
     }

@@ -24,10 +24,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use parbake_cache::{Digest, Lease, Store};
+use parbake_node::event::EventSender;
+use parbake_node::network::{EgressCounts, Pool};
 use parbake_node::sandbox::Sandbox as Machine;
 use parbake_protocol::vmm::Jail;
 use serde_json::{Value, json};
@@ -45,6 +47,9 @@ use crate::record::Record;
 
 /// How often sandboxes are looked after.
 const TICK: Duration = Duration::from_millis(500);
+/// Every how many ticks denied packets are counted: that asks the kernel a few questions for each
+/// sandbox with a network.
+const COUNT: u32 = 10;
 
 /// Who acts when nobody asked.
 pub const SELF: &str = "parbaked";
@@ -76,6 +81,8 @@ pub struct Config {
     pub guard: Option<Guard>,
     /// How tightly monitors lock themselves in.
     pub jail: Jail,
+    /// Networks prepared in advance.
+    pub networks_ready: usize,
 }
 
 /// Why a service cannot start.
@@ -113,6 +120,10 @@ pub struct Manager {
     audit: Option<Audit>,
     feed: Feed,
     metrics: Metrics,
+    /// Made when the first sandbox with a network is.
+    pool: OnceLock<Arc<Pool>>,
+    /// Where what sandboxes were denied is told.
+    events: EventSender,
     /// Held for as long as this service uses the run directory.
     _lock: File,
 }
@@ -143,6 +154,8 @@ struct Facts {
     timings: Option<Timings>,
     executions: u32,
     executed: u64,
+    /// What it was denied, as far as it has been counted.
+    denied: u64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -163,6 +176,7 @@ impl Entry {
                 timings: None,
                 executions: 0,
                 executed: 0,
+                denied: 0,
             }),
             machine: Mutex::new(None),
             lease: Mutex::new(None),
@@ -194,6 +208,7 @@ impl Entry {
             parent: record.parent.clone(),
             secrets: record.secrets.clone(),
             labels: record.labels.clone(),
+            egress: record.egress.clone(),
             jail: facts.jail.clone(),
             monitor_pid: facts.monitor_pid,
             executions: facts.executions,
@@ -227,6 +242,12 @@ fn running(id: &str, facts: &Facts) -> Result<(), Problem> {
         State::Ending => "is being removed",
     };
     Err(Problem::new(Kind::WrongState, format!("sandbox {id} {doing}")))
+}
+
+/// Everything that was not let out.
+fn all(counts: &EgressCounts) -> u64 {
+    let EgressCounts { denied, blocked, forged, ipv6, flood, names, untold: _ } = counts;
+    denied + blocked + forged + ipv6 + flood + names
 }
 
 /// An entry in a passing state.
@@ -381,6 +402,7 @@ impl Manager {
 
     /// Ends the machine, removes its directory and forgets the sandbox.
     fn discard(&self, entry: &Arc<Entry>) {
+        self.count_denied(entry);
         drop(lock(&entry.machine).take());
         drop(lock(&entry.lease).take());
         let request = lock(&entry.facts).record.request.clone();
@@ -402,8 +424,8 @@ impl Manager {
             let pid = facts.monitor_pid.unwrap_or(0);
             (pid, facts.record.created_unix_ms, facts.executions, facts.executed)
         };
-        let status = match lock(&entry.machine).as_mut() {
-            Some(machine) => machine.status()?,
+        let (status, denied) = match lock(&entry.machine).as_mut() {
+            Some(machine) => (machine.status()?, machine.egress_counts().map(|c| all(&c))),
             None => return Err(Problem::unknown(id)),
         };
         let memory = run::memory_of(pid);
@@ -414,6 +436,7 @@ impl Manager {
             memory_private_bytes: memory.private,
             memory_proportional_bytes: memory.proportional,
             disk_written_bytes: status.overlay_bytes.iter().sum(),
+            egress_denied: denied,
             executions,
             executions_total: executed,
         })
@@ -496,14 +519,29 @@ impl Manager {
         let manager = Arc::clone(self);
         let thread = std::thread::Builder::new().name("reaper".to_owned());
         let spawned = thread.spawn(move || {
+            let mut ticks = 0u32;
             while !manager.stopped.load(Ordering::SeqCst) {
                 manager.tick();
+                ticks = ticks.wrapping_add(1);
+                if ticks % COUNT == 0 {
+                    manager.all().iter().for_each(|entry| manager.count_denied(entry));
+                }
                 std::thread::sleep(TICK);
             }
         });
         if let Err(error) = spawned {
             eprintln!("parbaked: sandboxes will not expire: {error}");
         }
+    }
+
+    /// Adds what a sandbox was denied since the last time to the metrics.
+    fn count_denied(&self, entry: &Entry) {
+        let Ok(machine) = entry.machine.try_lock() else { return };
+        let Some(counts) = machine.as_ref().and_then(Machine::egress_counts) else { return };
+        drop(machine);
+        let now = all(&counts);
+        let before = std::mem::replace(&mut lock(&entry.facts).denied, now);
+        self.metrics.denied_egress(now.saturating_sub(before));
     }
 
     fn tick(&self) {
