@@ -14,12 +14,15 @@ use crate::problem::{Kind, Problem, Refusal};
 
 /// Which events.
 #[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub struct EventQuery {
     /// Go on with those to come.
     #[serde(default)]
+    #[param(required = false)]
     follow: bool,
     /// Only those with a higher sequence number.
     #[serde(default)]
+    #[param(required = false)]
     since: u64,
 }
 

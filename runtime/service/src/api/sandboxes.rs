@@ -150,12 +150,15 @@ pub async fn stats(
 
 /// How much of a log is wanted.
 #[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub struct LogQuery {
     /// Go on as it grows, until the sandbox is gone.
     #[serde(default)]
+    #[param(required = false)]
     follow: bool,
     /// What the monitor said, in place of the guest's console.
     #[serde(default)]
+    #[param(required = false)]
     monitor: bool,
 }
 
