@@ -182,12 +182,10 @@ impl Block {
         match refused {
             Refused::Request(code) => return code,
             Refused::Disk(DiskError::Range) => {}
-            Refused::Disk(DiskError::Limit) => {
-                if self.full == Full::No {
+            Refused::Disk(error) => {
+                if matches!(error, DiskError::Limit) && self.full == Full::No {
                     self.full = Full::New;
                 }
-            }
-            Refused::Disk(error) => {
                 if matches!(self.trouble, Trouble::None) {
                     self.trouble = Trouble::New(error);
                 }
