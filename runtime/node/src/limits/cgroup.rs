@@ -25,7 +25,7 @@ const CONTROLLERS: [(&str, &str); 4] =
 
 /// How much of each is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Shares {
+pub struct Shares {
     /// Bytes.
     pub memory: u64,
     /// Thousandths of a processor.
@@ -57,7 +57,7 @@ pub enum CgroupError {
 
 /// One sandbox's group; removed on drop, when its processes have ended.
 #[derive(Debug)]
-pub(crate) struct Cgroup {
+pub struct Cgroup {
     version: u8,
     /// Controller names and directories: in version 2 all are the same directory.
     places: Vec<(&'static str, PathBuf)>,
@@ -65,7 +65,7 @@ pub(crate) struct Cgroup {
 
 impl Cgroup {
     /// Makes a group for sandbox `id`.
-    pub(crate) fn create(id: &str, shares: &Shares) -> Result<Self, CgroupError> {
+    pub fn create(id: &str, shares: &Shares) -> Result<Self, CgroupError> {
         let mounts = fs::read_to_string("/proc/self/mountinfo")
             .map_err(|error| CgroupError::Unavailable(error.to_string()))?;
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -84,7 +84,7 @@ impl Cgroup {
     }
 
     /// The group that another process made for sandbox `id`, if it did.
-    pub(crate) fn find(id: &str) -> Option<Self> {
+    pub fn find(id: &str) -> Option<Self> {
         let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
         let own = fs::read_to_string("/proc/self/cgroup").ok()?;
         let group = match unified(&mounts, &own) {
@@ -107,7 +107,7 @@ impl Cgroup {
     }
 
     /// Leaves the group to whoever comes next.
-    pub(crate) fn leave(mut self) {
+    pub fn leave(mut self) {
         self.places.clear();
     }
 
@@ -174,7 +174,7 @@ impl Cgroup {
     }
 
     /// Moves a process in, with all its threads.
-    pub(crate) fn add(&self, pid: u32) -> Result<(), CgroupError> {
+    pub fn add(&self, pid: u32) -> Result<(), CgroupError> {
         let mut done: Option<&Path> = None;
         for (_, place) in &self.places {
             if done == Some(place) {
@@ -189,24 +189,24 @@ impl Cgroup {
     }
 
     /// What it is, for the list of active layers.
-    pub(crate) fn describe(&self) -> String {
+    pub fn describe(&self) -> String {
         let names: Vec<_> = self.places.iter().map(|(name, _)| *name).collect();
         format!("cgroup{}:{}", self.version, names.join(","))
     }
 
     /// Processes of it that the kernel ended for want of memory.
-    pub(crate) fn memory_kills(&self) -> u64 {
+    pub fn memory_kills(&self) -> u64 {
         let file = if self.version == 2 { "memory.events" } else { "memory.oom_control" };
         self.count("memory", file, "oom_kill")
     }
 
     /// Periods in which it got less processor time than it wanted.
-    pub(crate) fn throttled(&self) -> u64 {
+    pub fn throttled(&self) -> u64 {
         self.count("cpu", "cpu.stat", "nr_throttled")
     }
 
     /// Threads it was denied.
-    pub(crate) fn pids_denied(&self) -> u64 {
+    pub fn pids_denied(&self) -> u64 {
         self.count("pids", "pids.events", "max")
     }
 
