@@ -141,6 +141,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
             }
             Ok(u8::try_from(exit.shell_code()).unwrap_or(125))
         }
+        Ok(Ended::HungUp) => Err(CliError::interrupted()),
         Ok(Ended::Failed(failure)) => {
             let kind = match failure.kind {
                 FailureKind::NotFound => Kind::CommandNotFound,

@@ -106,7 +106,7 @@ fn main() {
     let mut out = serde_json::Map::new();
     for (name, mut values) in samples {
         values.sort_by(f64::total_cmp);
-        for (suffix, quantile) in [("p50", 0.5), ("p99", 0.99)] {
+        for (suffix, quantile) in [("p10", 0.1), ("p50", 0.5), ("p99", 0.99)] {
             let at = ((values.len() - 1) as f64 * quantile).round() as usize;
             let value = (values[at] * 1000.0).round() / 1000.0;
             out.insert(format!("{name}.{suffix}"), value.into());
@@ -137,9 +137,10 @@ struct Bench {
 }
 
 impl Bench {
-    fn start(&self, config: &VmmConfig, lease: Option<&Lease>) -> Monitor {
+    fn start(&self, config: &VmmConfig, lease: Option<&Lease>, group: Option<&Cgroup>) -> Monitor {
         let log = self.directory.join("log");
-        Monitor::spawn(&self.vmm, config, &log, None, lease.map(Lease::tap)).expect("monitor")
+        let tap = lease.map(Lease::tap);
+        Monitor::spawn(&self.vmm, config, &log, None, tap, group).expect("monitor")
     }
 
     fn freeze(&self, name: &str, net: Option<Net>) -> VmmConfig {
@@ -162,7 +163,7 @@ impl Bench {
             control: None,
             jail: Jail::default(),
         };
-        let mut monitor = self.start(&config, None);
+        let mut monitor = self.start(&config, None, None);
         doorbell(&mut monitor);
         doorbell(&mut monitor);
         monitor.pause().expect("pause");
@@ -190,10 +191,7 @@ impl Bench {
         if lease.is_some() {
             config.net = Some(Net { tap: Some(Tap::Passed), mac: MAC });
         }
-        let mut monitor = self.start(&config, lease);
-        if let Some(group) = group {
-            group.add(monitor.pid()).expect("a place in the group");
-        }
+        let mut monitor = self.start(&config, lease, group);
         doorbell(&mut monitor);
         monitor
     }

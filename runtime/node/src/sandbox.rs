@@ -357,7 +357,7 @@ impl Sandbox {
             Some(_) => 0,
             None => overlay_most(&disk),
         };
-        let (cgroup, mut layer) = group(&id, &options.limits, shape, overlay)?;
+        let (cgroup, layer) = group(&id, &options.limits, shape, overlay)?;
         let tap = lease.as_ref().map(|_| Tap::Passed);
         let lifetime = options.limits.lifetime;
         let config = VmmConfig {
@@ -377,17 +377,8 @@ impl Sandbox {
             jail: options.jail.clone(),
         };
         let tap = lease.as_ref().map(Lease::tap);
-        let monitor = Monitor::spawn(&program, &config, &rundir.monitor_log(), lock, tap)?;
-        if let Some(group) = &cgroup {
-            // While it starts; it is done long before any code of a user runs.
-            match group.add(monitor.pid()) {
-                Err(error) if options.limits.cgroup == CgroupPolicy::Required => {
-                    return Err(error.into());
-                }
-                Err(error) => layer = Some(format!("no_cgroup: {error}")),
-                Ok(()) => {}
-            }
-        }
+        let log = rundir.monitor_log();
+        let monitor = Monitor::spawn(&program, &config, &log, lock, tap, cgroup.as_ref())?;
         let timings = Timings { jail: layer.into_iter().collect(), ..Timings::default() };
         let events = options.events.clone();
         let (first, hits, fixup) = (None, Vec::new(), None);

@@ -188,6 +188,23 @@ impl Cgroup {
         Ok(())
     }
 
+    /// Moves the calling thread in, in version 1, where threads may be in groups of their own. What
+    /// it starts is in the group from the beginning; and as it moves itself, nobody waits for
+    /// anybody.
+    pub fn enter_thread(&self) -> Result<(), CgroupError> {
+        for (_, place) in &self.places {
+            let file = place.join("tasks");
+            fs::write(&file, "0").map_err(|source| CgroupError::Refused { file, source })?;
+        }
+        Ok(())
+    }
+
+    /// The directory of a group of version 2.
+    #[must_use]
+    pub fn unified(&self) -> Option<&Path> {
+        self.places.first().filter(|_| self.version == 2).map(|(_, place)| place.as_path())
+    }
+
     /// What it is, for the list of active layers.
     pub fn describe(&self) -> String {
         let names: Vec<_> = self.places.iter().map(|(name, _)| *name).collect();
