@@ -58,15 +58,18 @@ fn main() {
         while pool.status().ready == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
+        settle();
         let begun = Instant::now();
         let running = bench.restore(&none, None, None);
         note("create.no_device_ms", begun);
         running.quit();
+        settle();
         let begun = Instant::now();
         let running = bench.restore(&with, None, None);
         note("create.device_to_nowhere_ms", begun);
         running.quit();
 
+        settle();
         let name = format!("bench-{run}");
         let begun = Instant::now();
         let group = Cgroup::create(&name, &shares).ok();
@@ -78,6 +81,7 @@ fn main() {
         drop(group);
         note("cgroup.remove_ms", begun);
 
+        settle();
         let begun = Instant::now();
         let lease = pool.take("bench", &egress, None).expect("lease");
         note("network.take_prepared_ms", begun);
@@ -88,6 +92,7 @@ fn main() {
         drop(lease);
         note("network.let_go_ms", begun);
 
+        settle();
         let begun = Instant::now();
         let lease = fresh.take("bench", &egress, None).expect("lease");
         note("network.take_unprepared_ms", begun);
@@ -96,6 +101,7 @@ fn main() {
         while pool.status().ready == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
+        settle();
         let begun = Instant::now();
         let group = Cgroup::create(&name, &shares).ok();
         let lease = pool.take("bench", &egress, None).expect("lease");
@@ -195,6 +201,11 @@ impl Bench {
         doorbell(&mut monitor);
         monitor
     }
+}
+
+/// What the kernel takes apart after one variant must not be the next one's cost.
+fn settle() {
+    std::thread::sleep(Duration::from_millis(80));
 }
 
 fn doorbell(monitor: &mut Monitor) {

@@ -265,11 +265,12 @@ fn make(parent: &Path, id: &str) -> Result<PathBuf, CgroupError> {
 fn sweep(ours: &Path) {
     let Ok(entries) = fs::read_dir(ours) else { return };
     for entry in entries.flatten() {
-        let old = entry
-            .metadata()
-            .and_then(|metadata| metadata.modified())
-            .is_ok_and(|made| made.elapsed().is_ok_and(|age| age > Duration::from_secs(60)));
-        if old {
+        let old = |made: std::time::SystemTime| {
+            made.elapsed().is_ok_and(|age| age > Duration::from_secs(60))
+        };
+        if entry.file_type().is_ok_and(|kind| kind.is_dir())
+            && entry.metadata().and_then(|metadata| metadata.modified()).is_ok_and(old)
+        {
             let _ = fs::remove_dir(entry.path());
         }
     }
@@ -394,8 +395,8 @@ mod tests {
         let places: Vec<_> = group.places.iter().map(|(_, place)| place.clone()).collect();
         assert!(group.describe().contains("memory"), "{}", group.describe());
         // More memory and more threads than it may have.
-        let script = "cat | sh -c 'for i in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 9 & done' 2>&1; \
-             tail -c 200m /dev/zero | tail -c 1";
+        let script = "head -c 200m /dev/zero | tail -c 150m | tail -c 1; \
+             for i in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 9 & done";
         let mut child = std::process::Command::new("sh")
             .args(["-c", &format!("read go; {script}")])
             .stdin(std::process::Stdio::piped())
