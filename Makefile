@@ -5,7 +5,7 @@ BIN    := target/bin
 STATIC := CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUSTFLAGS="-C target-feature=+crt-static"
 IMAGES := target/images
 
-.PHONY: all build demo test bench lint unit e2e image setup-demo setup-test install clean-lab
+.PHONY: all build demo test bench lint unit e2e containment image setup-demo setup-test install clean-lab
 
 all: build
 
@@ -43,6 +43,12 @@ unit: setup-test build
 e2e: setup-test build image
 	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_IMAGE=$(abspath $(IMAGES))/debian timeout 2400 \
 		cargo test -p parbake-tests --release --locked -- --nocapture --test-threads 1
+
+# What a sandbox must not get away with, tried from inside: prints attempted, contained, noticed.
+containment: setup-test build image
+	cargo build --release --locked -p parbake-tests --bin containment
+	@install -m 755 target/release/containment $(BIN)/
+	timeout 1200 tests/containment $(BIN) $(IMAGES)/debian
 
 test: setup-test lint build unit e2e
 

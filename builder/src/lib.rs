@@ -11,5 +11,6 @@ pub mod image;
 pub mod kernel;
 pub mod layer;
 pub mod source;
-pub mod template;
 pub mod tree;
+
+pub use parbake_node::template;

@@ -2,6 +2,7 @@
 
 mod bake;
 mod build;
+mod cage;
 mod df;
 mod diff;
 mod doctor;
@@ -29,7 +30,6 @@ mod run;
 mod shell;
 mod size;
 mod source;
-mod stdio;
 mod steps;
 mod tag;
 mod verify;

@@ -4,19 +4,24 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use parbake_builder::template::Template;
+use parbake_builder::template::{HostClass, Template};
 use parbake_cache::Store;
 use parbake_cache::template::SnapshotManifest;
+use parbake_node::limits::LimitHit;
 use parbake_node::monitor::MonitorError;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use parbake_protocol::agent::{ExecRequest, FailureKind};
 use serde_json::json;
 
 use super::bake::ShapeArgs;
+use super::cage::{self, CageArgs};
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::{self, Place};
-use super::stdio::{self, Ended};
 use super::{Context, bake};
+use parbake_node::stdio::{self, Ended};
+
+/// As for a command whose time is up, and as shells say it for a killed one.
+const ENDED_BY_LIMIT: u8 = 124;
 
 /// Run a command in a fresh sandbox, then throw the sandbox away
 ///
@@ -49,9 +54,14 @@ pub struct Args {
     /// The guest's host name
     #[arg(long, value_name = "NAME")]
     hostname: Option<String>,
-    /// Kill the command after so many seconds
-    #[arg(long, value_name = "SECONDS")]
-    timeout: Option<u64>,
+    /// Kill the command after this time, e.g. 30s; a bare number is seconds
+    #[arg(long, value_name = "TIME", value_parser = cage::time)]
+    timeout: Option<Duration>,
+    /// The most output of the command that is passed on, e.g. 10MiB; the rest is dropped
+    #[arg(long, value_name = "SIZE", value_parser = super::prune::size)]
+    output_limit: Option<u64>,
+    #[command(flatten)]
+    cage: CageArgs,
     #[command(flatten)]
     shape: ShapeArgs,
     /// Boot cold instead of restoring the snapshot
@@ -87,6 +97,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let begun = Instant::now();
     let mut options = guest::sandbox_options(context).map_err(sandbox_failure)?;
     options.hostname.clone_from(&args.hostname);
+    let watch = args.cage.apply(&mut options)?;
     let (mut sandbox, how) = if args.cold {
         let files = template.boot_files(&store).kind(Kind::Sandbox)?;
         let sandbox = Sandbox::boot(&files, shape, &template.manifest.process, &options);
@@ -100,7 +111,15 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let mut first_exec = Duration::ZERO;
     let ended = stdio::run(client, request, || first_exec = begun.elapsed());
     let timings = sandbox.timings().clone();
+    let counts = sandbox.egress_counts();
+    let ended_by = sandbox.limit_hits().iter().any(|hit| {
+        use parbake_node::limits::Limit;
+        matches!(hit.limit, Limit::Lifetime | Limit::Memory)
+    });
     drop(sandbox);
+    for line in watch.lines() {
+        context.progress.note(&line);
+    }
     if let Some(path) = &args.timings {
         let document = json!({
             "how": how,
@@ -111,11 +130,17 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
             "totalMs": begun.elapsed().as_secs_f64() * 1000.0,
             "monitorStagesUs": timings.stages,
             "jail": timings.jail,
+            "egress": counts,
         });
         std::fs::write(path, format!("{document}\n")).kind(Kind::Sandbox)?;
     }
     match ended {
-        Ok(Ended::Exited(exit)) => Ok(u8::try_from(exit.shell_code()).unwrap_or(125)),
+        Ok(Ended::Exited(exit)) => {
+            for hit in LimitHit::of_exit(&exit) {
+                context.progress.note(&format!("limit reached: {}", hit.detail));
+            }
+            Ok(u8::try_from(exit.shell_code()).unwrap_or(125))
+        }
         Ok(Ended::HungUp) => Err(CliError::interrupted()),
         Ok(Ended::Failed(failure)) => {
             let kind = match failure.kind {
@@ -125,6 +150,8 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
             };
             Err(CliError::new(kind, failure.message))
         }
+        // Said above.
+        Err(_) if ended_by => Ok(ENDED_BY_LIMIT),
         Err(error) => Err(CliError::new(Kind::Sandbox, error)),
     }
 }
@@ -162,19 +189,11 @@ fn snapshot(
     template: &Template,
     shape: parbake_cache::template::MachineShape,
 ) -> CliResult<SnapshotManifest> {
-    let host = guest::host_class();
+    let host = HostClass::of_this_machine();
     if let Some((_, snapshot)) = template.snapshot(store, shape, &host).map_err(guest::classify)? {
         return Ok(snapshot);
     }
-    for (digest, snapshot) in store.snapshots(&template.digest).map_err(guest::classify)? {
-        let mut reasons = host.unmet(&snapshot.compat);
-        let other = snapshot.machine;
-        if other != shape {
-            reasons.push(format!(
-                "it is of a machine with {} vCPU and {} MiB, not {} vCPU and {} MiB",
-                other.vcpus, other.memory_mib, shape.vcpus, shape.memory_mib
-            ));
-        }
+    for (digest, reasons) in template.unfit(store, shape, &host).map_err(guest::classify)? {
         let digest = digest.short();
         context.progress.note(&format!("snapshot {digest} does not fit: {}", reasons.join("; ")));
     }
@@ -219,7 +238,9 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
         request.env.insert(0, [b"TERM=", term.as_bytes()].concat());
     }
     request.stdin = stdio::connect_stdin(args.interactive);
-    request.timeout_ms = args.timeout.map(|seconds| seconds.saturating_mul(1000));
+    request.timeout_ms =
+        args.timeout.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+    request.output_limit = args.output_limit;
     Ok(request)
 }
 

@@ -173,11 +173,36 @@ impl<S: Stream> Client<S> {
     /// # Errors
     /// See [`ClientError`].
     pub fn fixup(&mut self, fixup: Fixup) -> Result<FixupReport, ClientError> {
+        self.fix_up(fixup, Request::Fixup)
+    }
+
+    /// As [`Client::fixup`], for a machine that continues another one's run: the environment of
+    /// that run stays.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn fixup_keeping_env(&mut self, fixup: Fixup) -> Result<FixupReport, ClientError> {
+        self.fix_up(fixup, Request::FixupKeepingEnv)
+    }
+
+    fn fix_up(
+        &mut self,
+        fixup: Fixup,
+        request: fn(Box<Fixup>) -> Request,
+    ) -> Result<FixupReport, ClientError> {
         let least = if fixup.ssh_host_keys { KEYS_TIMEOUT } else { Duration::ZERO };
-        match self.call_for(least, Request::Fixup(Box::new(fixup)))? {
+        match self.call_for(least, request(Box::new(fixup)))? {
             Reply::Fixup(report) => Ok(report),
             _ => Err(ClientError::Unexpected),
         }
+    }
+
+    /// Lets user processes run again after a quiesce that was followed by no restore.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn thaw(&mut self) -> Result<(), ClientError> {
+        self.done(Request::Thaw)
     }
 
     /// Asks the guest to sync and switch itself off. The stream may end before the answer.
