@@ -6,7 +6,6 @@ mod cage;
 mod df;
 mod diff;
 mod doctor;
-mod error;
 mod export;
 mod guest;
 mod history;
@@ -17,7 +16,6 @@ mod kernel;
 mod lab;
 mod login;
 mod ls;
-mod output;
 mod progress;
 mod prune;
 mod pull;
@@ -39,6 +37,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use parbake_cache::Store;
+use parbake_node::terminal::{failure as error, output};
 
 use error::{Classify, CliError, CliResult, Kind};
 use progress::{Mode, Progress};

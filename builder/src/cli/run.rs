@@ -18,7 +18,8 @@ use super::cage::{self, CageArgs};
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::{self, Place};
 use super::{Context, bake};
-use parbake_node::stdio::{self, Ended};
+use parbake_node::terminal::env;
+use parbake_node::terminal::stdio::{self, Ended};
 
 /// As for a command whose time is up, and as shells say it for a killed one.
 const ENDED_BY_LIMIT: u8 = 124;
@@ -229,7 +230,7 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
         .hint("name one: parbake run TEMPLATE -- COMMAND"));
     }
     let mut request = ExecRequest::new(argv);
-    request.env = environment(args)?;
+    request.env = env::read(&args.env_file, &args.env).map_err(sandbox_failure)?;
     request.cwd = args.workdir.clone().into_bytes();
     request.user.clone_from(&args.user);
     request.tty = args.tty.then(stdio::window_size);
@@ -242,38 +243,6 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
         args.timeout.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
     request.output_limit = args.output_limit;
     Ok(request)
-}
-
-fn environment(args: &Args) -> CliResult<Vec<Vec<u8>>> {
-    use std::os::unix::ffi::OsStringExt;
-    let mut entries = Vec::new();
-    for path in &args.env_file {
-        let text = std::fs::read(path).map_err(|error| {
-            CliError::new(Kind::Sandbox, format!("cannot read {}: {error}", path.display()))
-        })?;
-        for (number, line) in text.split(|&byte| byte == b'\n').enumerate() {
-            let line = line.trim_ascii();
-            if line.is_empty() || line.starts_with(b"#") {
-                continue;
-            }
-            if !line.contains(&b'=') {
-                let place = format!("{}:{}", path.display(), number + 1);
-                return Err(CliError::new(Kind::Sandbox, format!("{place}: not NAME=VALUE")));
-            }
-            entries.push(line.to_vec());
-        }
-    }
-    for entry in &args.env {
-        if entry.is_empty() || entry.starts_with('=') {
-            return Err(CliError::new(Kind::Sandbox, format!("--env {entry:?} has no name")));
-        }
-        if entry.contains('=') {
-            entries.push(entry.clone().into_bytes());
-        } else if let Some(value) = std::env::var_os(entry) {
-            entries.push([entry.as_bytes(), b"=", &value.into_vec()].concat());
-        }
-    }
-    Ok(entries)
 }
 
 /// Whatever fails before the command runs is the sandbox's failure, unless it says more.

@@ -3,8 +3,8 @@
 //! [`monitor`] holds one `parbake-vmm` process and its control channel; [`sandbox`] gives it a
 //! life: boot or restore, fix up, exec, freeze, destroy. [`programs`] finds the programs both
 //! need, [`rundir`] owns the directory with a sandbox's sockets, [`template`] reads what sandboxes
-//! are made from, [`network`] is their way out and [`limits`] what they may use, and [`stdio`]
-//! connects a program in one to this process's terminal.
+//! are made from, [`network`] is their way out and [`limits`] what they may use. [`terminal`] is
+//! what our programs have in common.
 #![deny(unsafe_code)]
 
 pub mod event;
@@ -15,5 +15,5 @@ pub mod network;
 pub mod programs;
 pub mod rundir;
 pub mod sandbox;
-pub mod stdio;
 pub mod template;
+pub mod terminal;
