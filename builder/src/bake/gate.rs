@@ -18,6 +18,8 @@ use parbake_cache::{Store, StoreError};
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use parbake_protocol::agent::ClientError;
 
+use super::BakeError;
+use super::guest::Guest;
 use crate::template::{Template, TemplateError};
 
 /// How far a restored guest's clock may be off.
@@ -69,12 +71,15 @@ struct Seen {
     clock_ms: Option<(f64, f64)>,
     filesystem: Reading,
     frozen: bool,
+    /// The template's own checks; absent where it has none.
+    own: Reading,
 }
 
 /// What was read, or why it was not.
 type Reading = Option<Result<String, String>>;
 
-/// Restores `snapshot` twice and compares the machines.
+/// Restores `snapshot` twice, checks that each is ready as the template says, and compares the
+/// machines. The template's times count `patience` times.
 ///
 /// # Errors
 /// When a machine does not come up; that something does not hold is a finding, not an error.
@@ -83,6 +88,7 @@ pub fn gate(
     template: &Template,
     snapshot: &SnapshotManifest,
     options: &SandboxOptions,
+    patience: u32,
     mut events: impl FnMut(&str),
 ) -> Result<Vec<Check>, GateError> {
     let _lease = store.lease(&[template.digest])?;
@@ -94,7 +100,9 @@ pub fn gate(
         events(&format!("restore {number} of 2"));
         let failed = |source| GateError::Sandbox { number, source };
         let mut sandbox = Sandbox::restore(&files, snapshot.machine, &options).map_err(failed)?;
-        seen.push(look(&mut sandbox).map_err(failed)?);
+        let mut one = look(&mut sandbox).map_err(failed)?;
+        one.own = confirm(&mut sandbox, template, &options, patience).map_err(failed)?;
+        seen.push(one);
         // Both live at once, as in a node.
         machines.push(sandbox);
     }
@@ -130,7 +138,30 @@ fn look(sandbox: &mut Sandbox) -> Result<Seen, SandboxError> {
         clock_ms,
         filesystem: Some(filesystem),
         frozen: info.frozen,
+        own: None,
     })
+}
+
+/// Whether what the template calls ready holds in the restored machine.
+fn confirm(
+    sandbox: &mut Sandbox,
+    template: &Template,
+    options: &SandboxOptions,
+    patience: u32,
+) -> Result<Reading, SandboxError> {
+    let Some(instructions) = &template.manifest.bake else { return Ok(None) };
+    let count = instructions.ready.checks.len();
+    if count == 0 {
+        return Ok(None);
+    }
+    let process = &template.manifest.process;
+    let mut guest = Guest { sandbox, process, instructions, options, patience, pid: None };
+    match guest.confirm() {
+        Ok(None) => Ok(Some(Ok(format!("{count} hold")))),
+        Ok(Some(miss)) => Ok(Some(Err(miss))),
+        Err(BakeError::Sandbox(error)) => Err(error),
+        Err(error) => Ok(Some(Err(error.to_string()))),
+    }
 }
 
 /// Whether the kernel has found faults in the root filesystem, and still writes to it.
@@ -220,6 +251,14 @@ fn judge(one: &Seen, two: &Seen) -> Vec<Check> {
         !one.frozen && !two.frozen,
         format!("after {:.0} and {:.0} ms", one.ready_ms, two.ready_ms),
     )];
+
+    let own: Vec<&Result<String, String>> = [&one.own, &two.own].into_iter().flatten().collect();
+    if !own.is_empty() {
+        let said = own.iter().map(|own| own.as_ref().unwrap_or_else(|miss| miss));
+        let mut said: Vec<&str> = said.map(String::as_str).collect();
+        said.dedup();
+        checks.push(check("ready-check", own.iter().all(|own| own.is_ok()), said.join("; ")));
+    }
 
     let mut all: Vec<&String> = one.random.iter().chain(&two.random).collect();
     let drawn = all.len();
@@ -364,6 +403,7 @@ mod tests {
             clock_ms: Some((-3.0, 2.0)),
             filesystem: Some(Ok("no errors on vda".to_owned())),
             frozen: false,
+            own: Some(Ok("2 hold".to_owned())),
         }
     }
 
@@ -375,7 +415,8 @@ mod tests {
     fn each_fault_fails_its_own_check() {
         assert_eq!(failed(&seen(1), &seen(2)), Vec::<&str>::new());
         type Spoil = fn(&mut Seen);
-        let cases: [(&str, Spoil); 9] = [
+        let cases: [(&str, Spoil); 10] = [
+            ("ready-check", |seen| seen.own = Some(Err("tcp port 80 does not hold".to_owned()))),
             ("ready", |seen| seen.frozen = true),
             ("random", |seen| seen.random[3] = "1-0".to_owned()),
             ("random", |seen| seen.random.truncate(1)),
@@ -391,6 +432,13 @@ mod tests {
             spoil(&mut two);
             assert_eq!(failed(&seen(1), &two), [name], "{two:?}");
         }
+    }
+
+    #[test]
+    fn a_template_without_checks_of_its_own_passes_without() {
+        let (mut one, mut two) = (seen(1), seen(2));
+        (one.own, two.own) = (None, None);
+        assert!(judge(&one, &two).iter().all(|check| check.passed && check.name != "ready-check"));
     }
 
     #[test]

@@ -49,6 +49,10 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a lab may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
+/// The vendor of the lab's processor, as CPUID spells it; part of what its snapshots need.
+pub const CPU_VENDOR: &str = "AuthenticAMD";
+/// How the lab's KVM virtualizes.
+pub const KVM_KIND: &str = "svm";
 /// Where the lab shows the machine's files as they are now.
 const HOST: &str = "/.host";
 
