@@ -690,9 +690,8 @@ fn signatures_are_demanded_and_found() {
 
     // The policy says so without being asked, and names its rule and file.
     let policy = file("policy.toml");
-    let rule = format!(
-        "version = 1\n[[rule]]\nmatch = '*/team/*'\nrequire = 'signature'\nkeys = ['ours.pub']\n"
-    );
+    let rule =
+        "version = 1\n[[rule]]\nmatch = '*/team/*'\nrequire = 'signature'\nkeys = ['ours.pub']\n";
     fs::write(&policy, rule).unwrap();
     let third = Home::new().unwrap();
     let words = ["refused by rule 1", "policy.toml", "ours.pub"];

@@ -160,6 +160,20 @@ impl Registries {
         Ok(registries)
     }
 
+    /// From now on, `host` is found at `place`, and may be spoken to without TLS there.
+    pub fn relocate(&mut self, host: &str, place: &str) {
+        let table = Table {
+            prefix: host.to_owned(),
+            location: Some(place.to_owned()),
+            blocked: false,
+            insecure: true,
+            mirrors: Vec::new(),
+            file: PathBuf::new(),
+        };
+        self.tables.retain(|other| other.prefix != table.prefix);
+        self.tables.push(table);
+    }
+
     fn add(&mut self, path: &Path, must_exist: bool) -> Result<(), RegistriesError> {
         let error = |what: String| RegistriesError { path: path.to_owned(), what };
         let bytes = match crate::object::read_bounded(path, MAX_BYTES) {

@@ -161,7 +161,7 @@ pub enum TrustError {
         /// What it stands for.
         digest: Digest,
         /// Who demanded it.
-        demand: Demand,
+        demand: Box<Demand>,
         /// What is missing.
         why: String,
     },
@@ -280,7 +280,7 @@ impl Trust {
         let refused = |demand: Demand, why: String| TrustError::Refused {
             name: name.to_string(),
             digest: root.digest,
-            demand,
+            demand: Box::new(demand),
             why,
         };
         if !self.keys.is_empty()
@@ -417,7 +417,9 @@ impl Rule {
 /// last of each kind of star is ever gone back to.
 pub(crate) fn fits(pattern: &[u8], text: &[u8]) -> bool {
     let (mut p, mut t) = (0, 0);
-    let (mut star, mut stars): (Option<(usize, usize)>, Option<(usize, usize)>) = (None, None);
+    // Behind which star, and from where in the text it is tried again.
+    type Retry = Option<(usize, usize)>;
+    let (mut star, mut stars): (Retry, Retry) = (None, None);
     loop {
         if pattern[p..].starts_with(b"**") {
             p += 2;

@@ -9,14 +9,19 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parbake_cache::template::SnapshotManifest;
-use parbake_cache::{Store, StoreError};
+use parbake_cache::working_set::{Role, WorkingSet};
+use parbake_cache::{Digest, Store, StoreError};
+use parbake_node::filling::{Fill, Image};
+use parbake_node::pager;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
-use parbake_protocol::agent::ClientError;
+use parbake_protocol::agent::{ClientError, ExecRequest};
 
 use super::BakeError;
 use super::guest::Guest;
@@ -86,7 +91,7 @@ type Reading = Option<Result<String, String>>;
 pub fn gate(
     store: &Store,
     template: &Template,
-    snapshot: &SnapshotManifest,
+    (digest, snapshot): (&Digest, &SnapshotManifest),
     options: &SandboxOptions,
     patience: u32,
     mut events: impl FnMut(&str),
@@ -96,18 +101,65 @@ pub fn gate(
     // Names are what the gate compares: each machine gets its own.
     let options = SandboxOptions { hostname: None, ..options.clone() };
     let (mut machines, mut seen) = (Vec::new(), Vec::new());
+    // What both touch is what every sandbox touches. Recorded once, as another order would make
+    // another artifact of the same snapshot.
+    let record = pager::available() && store.working_set(digest)?.is_none();
+    let mut touched = Vec::new();
     for number in 1..=2 {
         events(&format!("restore {number} of 2"));
         let failed = |source| GateError::Sandbox { number, source };
-        let mut sandbox = Sandbox::restore(&files, snapshot.machine, &options).map_err(failed)?;
+        let recorder = Arc::new(Recorder { memory: snapshot.memory.size, pages: Mutex::default() });
+        let fill = record.then(|| Arc::clone(&recorder) as Arc<dyn Fill>);
+        let mut sandbox =
+            Sandbox::restore_from(&files, snapshot.machine, &options, fill).map_err(failed)?;
         let mut one = look(&mut sandbox).map_err(failed)?;
         one.own = confirm(&mut sandbox, template, &options, patience).map_err(failed)?;
         seen.push(one);
+        if record {
+            use_it(&mut sandbox);
+            let pages = recorder.pages.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            touched.push(WorkingSet::of(*digest, pages));
+        }
         // Both live at once, as in a node.
         machines.push(sandbox);
     }
     drop(machines);
-    Ok(judge(&seen[0], &seen[1]))
+    let checks = judge(&seen[0], &seen[1]);
+    if let [one, two] = touched.as_slice()
+        && checks.iter().all(|check| check.passed)
+    {
+        store.set_working_set(&one.common(std::slice::from_ref(two)))?;
+    }
+    Ok(checks)
+}
+
+/// Takes note of what a restored machine touches, in order; everything is there already.
+struct Recorder {
+    memory: u64,
+    pages: Mutex<Vec<(Role, u32)>>,
+}
+
+impl Fill for Recorder {
+    fn ensure(&self, image: Image, range: Range<u64>) -> Result<(), String> {
+        let (role, end) = match image {
+            Image::Memory => (Role::Memory, range.end.min(self.memory)),
+            Image::Rootfs => (Role::Rootfs, range.end),
+            Image::Disk => (Role::Disk, range.end),
+        };
+        let page = |at: u64| u32::try_from(at / 4096).unwrap_or(u32::MAX);
+        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        pages
+            .extend((page(range.start)..page(end.next_multiple_of(4096))).map(|page| (role, page)));
+        Ok(())
+    }
+}
+
+/// Does what most sandboxes do first, for the record only: an image may have no shell.
+fn use_it(sandbox: &mut Sandbox) {
+    let Ok(client) = sandbox.connect() else { return };
+    if let Ok(session) = client.exec(ExecRequest::new(["/bin/sh", "-c", "true"])) {
+        let _ = session.wait_with_output(1 << 16);
+    }
 }
 
 fn look(sandbox: &mut Sandbox) -> Result<Seen, SandboxError> {

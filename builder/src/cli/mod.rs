@@ -27,6 +27,7 @@ mod recipe;
 mod remote;
 mod rm;
 mod run;
+mod run_lazily;
 mod sbom;
 mod shell;
 mod size;

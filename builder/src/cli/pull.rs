@@ -84,13 +84,18 @@ fn choice(context: &Context, args: &Args) -> CliResult<Choice> {
     if args.no_snapshots {
         return Ok(Choice::Template);
     }
+    node_choice(context, &args.shape)
+}
+
+/// What fits where guests run.
+pub fn node_choice(context: &Context, shape: &ShapeArgs) -> CliResult<Choice> {
     match guest::place(context) {
         Ok(Place::Here) => {
-            let machine = args.shape.wanted();
+            let machine = shape.wanted();
             Ok(Choice::Node { offers: remote::offers(), machine })
         }
         Ok(Place::Lab) => {
-            let machine = args.shape.wanted();
+            let machine = shape.wanted();
             Ok(Choice::Node { offers: remote::lab_offers(), machine })
         }
         Err(error) if context.global.host != HostChoice::Auto => Err(error),

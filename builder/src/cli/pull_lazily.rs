@@ -108,7 +108,7 @@ fn wait(pull: &mut LazyPull, before: u64) -> CliResult<Option<parbake_cache::ins
 }
 
 /// The variant to pull, and why others were not taken.
-fn choose(
+pub fn choose(
     store: &Store,
     source: &Repository,
     root: &parbake_cache::artifact::Descriptor,

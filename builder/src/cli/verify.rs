@@ -266,10 +266,11 @@ fn restore_here(
             digest.short(),
             template.label()
         ));
-        let checks = gate::gate(store, template, snapshot, &options, guest::patience(), |text| {
-            step.update(text);
-        })
-        .map_err(gate_error)?;
+        let checks =
+            gate::gate(store, template, (digest, snapshot), &options, guest::patience(), |text| {
+                step.update(text);
+            })
+            .map_err(gate_error)?;
         let passed = checks.iter().filter(|check| check.passed).count();
         step.done(format!("{passed} of {} checks passed", checks.len()));
         conclude(context, digest, &checks, true)?;

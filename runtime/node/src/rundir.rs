@@ -4,6 +4,7 @@
 //! /run/parbake/sandboxes/  or below $XDG_RUNTIME_DIR/parbake, or /tmp/parbake-UID
 //!   <id>/lock              held (flock) by the owner for as long as the sandbox lives
 //!   <id>/vsock             the sandbox's socket
+//!   <id>/filling            while its images fill up: where it asks for them
 //!   <id>/console.log       the guest's serial console
 //!   <id>/monitor.log       what the monitor wrote to stderr
 //! ```
@@ -52,6 +53,12 @@ impl RunDir {
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.path.join("vsock")
+    }
+
+    /// Where a machine asks for what is missing of its images.
+    #[must_use]
+    pub fn filling(&self) -> PathBuf {
+        self.path.join("filling")
     }
 
     /// Where the guest's console goes.

@@ -17,6 +17,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parbake_cache::template::{MachineShape, ProcessConfig};
@@ -28,7 +29,9 @@ use parbake_protocol::vmm::{
     self, Disk, Event, Jail, SnapshotReport, Start, StopReason, VmmConfig, Vsock, doorbell,
 };
 
+use crate::filling::{Fill, Filler};
 use crate::monitor::{Monitor, MonitorError, log_tail};
+use crate::pager;
 use crate::programs::{self, ProgramMissing};
 use crate::rundir::{self, RunDir};
 
@@ -176,6 +179,7 @@ pub struct Sandbox {
     // Dropped in this order: the machine first, then its directory.
     monitor: Monitor,
     first: Option<Client<UnixStream>>,
+    _filler: Option<Filler>,
     rundir: RunDir,
     id: String,
     timings: Timings,
@@ -206,7 +210,7 @@ impl Sandbox {
             write_limit: 0,
         };
         let begun = Instant::now();
-        let mut sandbox = Self::spawn(start, shape, disk, options)?;
+        let mut sandbox = Self::spawn(start, shape, disk, options, None)?;
         sandbox.wait_ready(begun, options)?;
         sandbox.timings.ready = begun.elapsed();
         let mut client = sandbox.connect()?;
@@ -224,6 +228,20 @@ impl Sandbox {
         shape: MachineShape,
         options: &SandboxOptions,
     ) -> Result<Self, SandboxError> {
+        Self::restore_from(files, shape, options, None)
+    }
+
+    /// The same from images that `fill` completes while the machine runs.
+    ///
+    /// # Errors
+    /// See [`SandboxError`]; nothing is left running or on disk.
+    pub fn restore_from(
+        files: &RestoreFiles,
+        shape: MachineShape,
+        options: &SandboxOptions,
+        fill: Option<Arc<dyn Fill>>,
+    ) -> Result<Self, SandboxError> {
+        let fill = fill.map(|fill| (files.memory.as_path(), fill));
         let start = Start::Restore {
             state: files.state.clone(),
             memory: files.memory.clone(),
@@ -238,7 +256,7 @@ impl Sandbox {
             write_limit: 0,
         };
         let begun = Instant::now();
-        let mut sandbox = Self::spawn(start, shape, disk, options)?;
+        let mut sandbox = Self::spawn(start, shape, disk, options, fill)?;
         sandbox.wait_started(begun, options)?;
         let mut client = sandbox.connect()?;
         let fixup = Fixup {
@@ -267,12 +285,21 @@ impl Sandbox {
         shape: MachineShape,
         disk: Disk,
         options: &SandboxOptions,
+        fill: Option<(&Path, Arc<dyn Fill>)>,
     ) -> Result<Self, SandboxError> {
         let program = programs::vmm()?;
         rundir::sweep();
         let id = new_id()?;
         let rundir = RunDir::create(&id)
             .map_err(|source| SandboxError::RunDir { path: rundir::base().join(&id), source })?;
+        let filler = match fill {
+            None => None,
+            Some((memory, fill)) => {
+                let filler = Filler::start(&rundir.filling(), memory, fill);
+                let path = rundir.filling();
+                Some(filler.map_err(|source| SandboxError::RunDir { path, source })?)
+            }
+        };
         let config = VmmConfig {
             version: vmm::VERSION,
             vcpus: shape.vcpus,
@@ -285,10 +312,13 @@ impl Sandbox {
             console: Some(rundir.console()),
             console_limit: 4 << 20,
             jail: options.jail.clone(),
+            filling: filler
+                .is_some()
+                .then(|| vmm::Filling { socket: rundir.filling(), memory: pager::available() }),
         };
         let monitor = Monitor::spawn(&program, &config, &rundir.monitor_log())?;
         let timings = Timings::default();
-        Ok(Self { monitor, first: None, rundir, id, timings, fixup: None })
+        Ok(Self { monitor, first: None, _filler: filler, rundir, id, timings, fixup: None })
     }
 
     /// Waits until the vCPUs run.

@@ -101,6 +101,7 @@ pub fn boot(kernel: &Path, memory_mib: u32) -> VmmConfig {
         console: None,
         console_limit: 1 << 20,
         jail: Jail::default(),
+        filling: None,
     }
 }
 
