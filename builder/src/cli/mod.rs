@@ -209,7 +209,11 @@ pub fn main() -> ExitCode {
     }
     match run_verb(&context, &cli.verb) {
         Ok(code) => ExitCode::from(code),
-        Err(error) => {
+        Err(mut error) => {
+            // Whatever it was that failed, it failed because it was told to stop.
+            if interrupt::asked() {
+                error.kind = Kind::Interrupted;
+            }
             error.print(json);
             ExitCode::from(error.kind.exit_code())
         }

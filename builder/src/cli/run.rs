@@ -256,6 +256,7 @@ fn conclude(
     }
     match ended {
         Ok(Ended::Exited(exit)) => Ok(u8::try_from(exit.shell_code()).unwrap_or(125)),
+        Ok(Ended::HungUp) => Err(CliError::interrupted()),
         Ok(Ended::Failed(failure)) => {
             let kind = match failure.kind {
                 FailureKind::NotFound => Kind::CommandNotFound,
