@@ -423,6 +423,7 @@ fn leave_sandbox(world: &World, bare: &(PathBuf, PathBuf), id: &str) -> Child {
     let lock = fs::File::create(directory.join("lock")).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
     let config = VmmConfig {
+        filling: None,
         version: VERSION,
         vcpus: 1,
         memory_mib: 16,
