@@ -48,6 +48,24 @@ impl World {
         format!("oci:{}", self.image.display())
     }
 
+    fn doctor(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.run(&["doctor", "--format", "json"]).stdout).unwrap()
+    }
+
+    /// Whether guests run here or in the lab; says so if not.
+    fn can_run_guests(&self) -> bool {
+        let doctor = self.doctor();
+        let able = doctor["able"] == true;
+        if !able {
+            println!("skipped: this host can run no guests: {doctor}");
+        }
+        able
+    }
+
+    fn kvm_is_usable(&self) -> bool {
+        self.doctor()["host"]["kvmUsable"] == true
+    }
+
     /// Runs, demands success, returns trimmed stdout.
     fn ok(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments);
@@ -334,17 +352,91 @@ fn copy_readable(from: &Path, to: &Path) {
     }
 }
 
+/// A full disk and Ctrl-C in the middle of a bake: said plainly, nothing left, and the next bake
+/// works.
+#[test]
+fn a_bake_that_cannot_finish_leaves_nothing() {
+    let Some(world) = World::new() else { return };
+    if !world.can_run_guests() {
+        return;
+    }
+    let volume = world.store.path().join("store");
+    fs::create_dir(&volume).unwrap();
+    let mounted = Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=900m", "tmpfs"])
+        .arg(&volume)
+        .status()
+        .is_ok_and(|status| status.success());
+    if !mounted {
+        println!("skipped: cannot mount a tmpfs here");
+        return;
+    }
+    let _mount = Mount(volume.clone());
+    world.ok(&["build", "--from", &world.from(), "-t", "debian:12"]);
+    let snapshots = || {
+        let text = world.ok(&["inspect", "debian:12", "--format", "json"]);
+        let document: serde_json::Value = serde_json::from_str(&text).unwrap();
+        document["snapshots"].as_array().unwrap().len()
+    };
+
+    // All but 25 MiB taken: less than the memory image needs.
+    let stat = rustix::fs::statvfs(&volume).unwrap();
+    let filler = volume.join("filler");
+    let size = stat.f_bavail * stat.f_frsize - (25 << 20);
+    let file = fs::File::create(&filler).unwrap();
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, size).unwrap();
+    drop(file);
+    world.fails(&["bake", "debian:12"], 1, &["No space left on device"]);
+    fs::remove_file(&filler).unwrap();
+    assert_eq!(snapshots(), 0);
+    world.ok(&["verify"]);
+
+    let mut bake = world.command().args(["bake", "debian:12"]).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(1500));
+    let pid = rustix::process::Pid::from_child(&bake);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    assert_eq!(bake.wait().unwrap().code(), Some(130));
+    assert_eq!(snapshots(), 0);
+    world.ok(&["verify"]);
+    let left = fs::read_dir(volume.join("tmp")).map_or(0, Iterator::count);
+    assert_eq!(left, 0, "an interrupted bake left work behind");
+
+    world.ok(&["bake", "debian:12"]);
+    assert_eq!(snapshots(), 1);
+    world.ok(&["lab", "down"]);
+}
+
+/// A file system of a test's own.
+struct Mount(PathBuf);
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// Neither KVM nor an emulator: what is missing, and how to get it.
+#[test]
+fn a_run_that_no_host_can_serve_says_what_to_install() {
+    let Some(world) = World::new() else { return };
+    if world.kvm_is_usable() {
+        println!("skipped: KVM runs guests here");
+        return;
+    }
+    world.ok(&["build", "--from", &world.from(), "-t", "debian:12"]);
+    for (verb, code) in [("bake", 7), ("run", 125)] {
+        let output =
+            world.command().args([verb, "debian:12"]).env("PATH", "/nonexistent").output().unwrap();
+        check_failure(&output, verb, code, &["QEMU", "apt-get install qemu-system-x86"]);
+    }
+}
+
 /// From an image to a sandbox, with everything that needs a guest, in one story: the lab and the
 /// template are made once.
 #[test]
 fn from_image_to_sandbox() {
     let Some(world) = World::new() else { return };
-    let doctor: serde_json::Value = serde_json::from_str(&String::from_utf8_lossy(
-        &world.run(&["doctor", "--format", "json"]).stdout,
-    ))
-    .unwrap();
-    if doctor["able"] != true {
-        println!("skipped: this host can run no guests: {doctor}");
+    if !world.can_run_guests() {
         return;
     }
     world.ok(&["build", "--from", &world.from(), "-t", "debian:12"]);
@@ -465,7 +557,7 @@ fn from_image_to_sandbox() {
             world.ok(&["-q", "lab", "exec", "--", "sh", "-c", "pgrep -c parbake-vmm || true"]);
         text == "0"
     };
-    if doctor["host"]["kvmUsable"] != true {
+    if !world.kvm_is_usable() {
         let deadline = Instant::now() + Duration::from_secs(20);
         while !gone(&world) {
             assert!(Instant::now() < deadline, "the machine of a killed run lives on");

@@ -87,10 +87,8 @@ impl World {
 
     fn serve(&self) {
         let store = self.store();
-        let guard = format!(
-            "#!/bin/sh\nif grep -q '\"forbidden\"'; then echo '{{\"decision\":\"block\"}}'; \
-             else echo '{{\"decision\":\"allow\"}}'; fi\n"
-        );
+        let guard = "#!/bin/sh\nif grep -q '\"forbidden\"'; then echo '{\"decision\":\"block\"}'; \
+             else echo '{\"decision\":\"allow\"}'; fi\n";
         self.sh(&format!(
             "mkdir -p {HOME}; cd {HOME}; printf '%s' '{}' >guard; chmod +x guard\n\
              setsid parbaked serve --store {} --run-dir {HOME}/run --listen unix:{HOME}/s \
@@ -153,7 +151,8 @@ fn the_life_of_sandboxes() {
     world.ok(&["build", "--from", &format!("oci:{}", world.image.display()), "-t", "debian:12"]);
     world.ok(&["bake", "debian:12"]);
     world.serve();
-    let steps: &[(&str, fn(&World))] = &[
+    type Step = (&'static str, fn(&World));
+    let steps: &[Step] = &[
         ("a sandbox by the client", by_the_client),
         ("a sandbox by curl", by_curl),
         ("streams", streams),

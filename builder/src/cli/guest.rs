@@ -131,6 +131,7 @@ pub fn command_in_lab(
     let client = lab.connect().map_err(|error| CliError::new(Kind::Host, error))?;
     match stdio::run(client, request, || {}) {
         Ok(Ended::Exited(exit)) => Ok(u8::try_from(exit.shell_code()).unwrap_or(125)),
+        Ok(Ended::HungUp) => Err(CliError::interrupted()),
         Ok(Ended::Failed(failure)) => Err(CliError::new(Kind::Host, failure.message)
             .hint("the lab sees this machine's files; `parbake lab down` starts it afresh")),
         Err(error) => Err(CliError::new(Kind::Host, error)

@@ -75,6 +75,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
             let client = lab.connect().kind(Kind::Host)?;
             match stdio::run(client, request, || {}).kind(Kind::Host)? {
                 Ended::Exited(exit) => Ok(u8::try_from(exit.shell_code()).unwrap_or(125)),
+                Ended::HungUp => Err(CliError::interrupted()),
                 Ended::Failed(failure) => {
                     let kind = match failure.shell_code() {
                         127 => Kind::CommandNotFound,

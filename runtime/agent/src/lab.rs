@@ -107,7 +107,7 @@ pub fn run() -> ! {
 fn boot() -> io::Result<Infallible> {
     let settings = Settings::parse(&named(SETTINGS, fs::read(SETTINGS))?)?;
     mounts::early()?;
-    modules::load_all(Path::new("/modules"), &|name| {
+    let kvm = modules::load_all_but("kvm", Path::new("/modules"), &|name| {
         settings.parameters.get(name).cloned().unwrap_or_default()
     })?;
     mount_root(settings.store.as_deref())?;
@@ -118,6 +118,8 @@ fn boot() -> io::Result<Infallible> {
     identity::install(HOSTNAME)?;
     attach_network()?;
     let cgroup = UserCgroup::create(Path::new("/sys/fs/cgroup"))?;
+    await_time_stamp_frequency();
+    kvm.into_iter().try_for_each(modules::Opened::load)?;
 
     let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, settings.port))?;
     // Accepted connections inherit it: answers are small and must not wait for one another.
@@ -170,6 +172,24 @@ fn tune() {
     // page tables one more level.
     for file in ["enabled", "shmem_enabled"] {
         let _ = fs::write(Path::new("/sys/kernel/mm/transparent_hugepage").join(file), "always");
+    }
+}
+
+/// Waits until the kernel has measured its time-stamp counter for the second time, exactly.
+///
+/// KVM takes the frequency of when it is loaded for its guests'. If the kernel then finds a higher
+/// one, KVM tries to slow the guests' counters down, which an emulated processor cannot: they are
+/// left without a scale, and every restored guest's clock leaps by as long as the lab is up.
+fn await_time_stamp_frequency() {
+    const CLOCK: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
+    let limit = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < limit {
+        match fs::read_to_string(CLOCK) {
+            // The counter as it was first measured, or what stands in until then.
+            Ok(clock) if matches!(clock.trim(), "tsc-early" | "jiffies" | "refined-jiffies") => {}
+            _ => return,
+        }
+        thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -1,8 +1,9 @@
 //! Kernel modules from the initial file system, and the devices they bring.
 
+use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -23,16 +24,44 @@ const COMPRESSED: i32 = 4;
 /// # Errors
 /// Names the module that could not be loaded.
 pub fn load_all(directory: &Path, parameters: &dyn Fn(&str) -> String) -> io::Result<usize> {
-    let mut paths = match fs::read_dir(directory) {
-        Ok(entries) => entries.map(|e| Ok(e?.path())).collect::<io::Result<Vec<_>>>()?,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
-        Err(e) => return Err(e),
-    };
-    paths.sort();
+    let paths = list(directory)?;
     for path in &paths {
         load(path, &parameters(name(path)))?;
     }
     Ok(paths.len())
+}
+
+/// As [`load_all`], but modules whose name begins with `later` are only opened, to be loaded with
+/// [`Opened::load`] when their files are gone.
+///
+/// # Errors
+/// Names the module that could not be loaded or opened.
+pub fn load_all_but(
+    later: &str,
+    directory: &Path,
+    parameters: &dyn Fn(&str) -> String,
+) -> io::Result<Vec<Opened>> {
+    let mut opened = Vec::new();
+    for path in list(directory)? {
+        let parameters = parameters(name(&path));
+        if name(&path).starts_with(later) {
+            opened.push(Opened::new(&path, &parameters)?);
+        } else {
+            load(&path, &parameters)?;
+        }
+    }
+    Ok(opened)
+}
+
+/// The modules in the order of their dependencies; none without the directory.
+fn list(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut paths = match fs::read_dir(directory) {
+        Ok(entries) => entries.map(|e| Ok(e?.path())).collect::<io::Result<Vec<_>>>()?,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(e),
+    };
+    paths.sort();
+    Ok(paths)
 }
 
 /// The module's name: that of the file, without order and extensions.
@@ -50,19 +79,46 @@ fn name(path: &Path) -> &str {
 /// # Errors
 /// Names the module.
 pub fn load(path: &Path, parameters: &str) -> io::Result<()> {
-    let named = |e: io::Error| {
-        io::Error::new(e.kind(), format!("cannot load the module {}: {e}", path.display()))
-    };
-    let file = File::open(path).map_err(named)?;
-    let parameters = std::ffi::CString::new(parameters).map_err(io::Error::other)?;
-    let plain = path.extension().is_none_or(|e| e == "ko");
-    let flags = if plain { 0 } else { COMPRESSED };
-    match rustix::system::finit_module(&file, &parameters, flags) {
-        Ok(()) | Err(Errno::EXIST) => Ok(()),
-        // The file is open: what is missing is a symbol.
-        Err(Errno::NOENT) => Err(named(io::Error::other("a module it needs comes later or never"))),
-        Err(e) => Err(named(e.into())),
+    Opened::new(path, parameters)?.load()
+}
+
+/// A module that can be loaded.
+#[derive(Debug)]
+pub struct Opened {
+    path: PathBuf,
+    file: File,
+    parameters: CString,
+}
+
+impl Opened {
+    fn new(path: &Path, parameters: &str) -> io::Result<Self> {
+        let file = File::open(path).map_err(|e| unloadable(path, &e))?;
+        let parameters = CString::new(parameters).map_err(io::Error::other)?;
+        Ok(Self { path: path.to_owned(), file, parameters })
     }
+
+    /// Loads it; one that is loaded already stays.
+    ///
+    /// # Errors
+    /// Names the module.
+    pub fn load(self) -> io::Result<()> {
+        let plain = self.path.extension().is_none_or(|e| e == "ko");
+        let flags = if plain { 0 } else { COMPRESSED };
+        match rustix::system::finit_module(&self.file, &self.parameters, flags) {
+            Ok(()) | Err(Errno::EXIST) => Ok(()),
+            // The file is open: what is missing is a symbol.
+            Err(Errno::NOENT) => {
+                let why = io::Error::other("a module it needs comes later or never");
+                Err(unloadable(&self.path, &why))
+            }
+            Err(e) => Err(unloadable(&self.path, &e.into())),
+        }
+    }
+}
+
+fn unloadable(path: &Path, error: &io::Error) -> io::Error {
+    let text = format!("cannot load the module {}: {error}", path.display());
+    io::Error::new(error.kind(), text)
 }
 
 /// Hears of devices as they appear. Made before the modules that bring them are loaded.

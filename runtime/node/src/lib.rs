@@ -8,10 +8,12 @@
 #![deny(unsafe_code)]
 
 pub mod event;
+pub mod filling;
 mod launch;
 pub mod limits;
 pub mod monitor;
 pub mod network;
+pub mod pager;
 pub mod programs;
 pub mod rundir;
 pub mod sandbox;

@@ -17,16 +17,20 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
-use crate::launch;
 use parbake_protocol::vmm::{
     Event, MAX_LINE, Message, Reply, Request, SnapshotFiles, SnapshotReport, Status, VmmConfig,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{
+    PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
+
+use crate::launch::{self, Launched};
+use crate::limits::cgroup::Cgroup;
 
 /// How long a monitor may take to answer an ordinary request.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -87,7 +91,12 @@ fn tail(log: &str) -> String {
 #[derive(Debug)]
 enum Process {
     Child(Child),
-    Adopted { pid: u32, fd: OwnedFd },
+    /// `ours`: this process is its parent, and is told how it ended.
+    Held {
+        pid: u32,
+        fd: OwnedFd,
+        ours: bool,
+    },
 }
 
 /// A running monitor.
@@ -105,7 +114,8 @@ pub struct Monitor {
 impl Monitor {
     /// Starts `program`, sends it `config`, and returns at once; what the guest does arrives as
     /// events. The process's stderr goes to `log`. It holds `keep` open for as long as it lives,
-    /// and with it the lock on that file. `tap` goes along where the configuration says so.
+    /// and with it the lock on that file. `tap` goes along where the configuration says so. It is in
+    /// `group` from its first instruction.
     ///
     /// # Errors
     /// [`MonitorError::Spawn`] or [`MonitorError::Channel`].
@@ -115,6 +125,7 @@ impl Monitor {
         log: &Path,
         keep: Option<OwnedFd>,
         tap: Option<BorrowedFd<'_>>,
+        group: Option<&Cgroup>,
     ) -> Result<Self, MonitorError> {
         let spawn_error = |source| MonitorError::Spawn { program: program.to_owned(), source };
         let (control, theirs) = UnixStream::pair().map_err(spawn_error)?;
@@ -123,16 +134,18 @@ impl Monitor {
         line.push(b'\n');
         // Sent before the process exists, so that it finds the line waiting.
         send(&control, &line, tap.as_slice()).map_err(MonitorError::Channel)?;
-        let mut command = Command::new(program);
-        command
-            .args(["--control-fd", "0"])
-            .env_clear()
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            // It writes nothing there; any descriptor will do.
-            .stdout(keep.map_or_else(Stdio::null, Stdio::from))
-            .stderr(stderr);
-        let child = launch::spawn(&mut command).map_err(spawn_error)?;
-        Ok(Self::over(Process::Child(child), control, log))
+        // It writes nothing to its output; any descriptor will do.
+        let output = match keep {
+            Some(keep) => keep,
+            None => File::options().write(true).open("/dev/null").map_err(spawn_error)?.into(),
+        };
+        let streams = [theirs.into(), output, stderr.into()];
+        let launched = launch::spawn(program, &["--control-fd", "0"], streams, group);
+        let process = match launched.map_err(spawn_error)? {
+            Launched::Child(child) => Process::Child(child),
+            Launched::Held(pid, fd) => Process::Held { pid, fd, ours: true },
+        };
+        Ok(Self::over(process, control, log))
     }
 
     /// Takes over the monitor that listens at `control` and belongs to nobody any more.
@@ -146,7 +159,7 @@ impl Monitor {
         let listener = rustix::net::sockopt::socket_peercred(&socket).map_err(failed)?.pid;
         let fd = pidfd_open(listener, PidfdFlags::empty()).map_err(failed)?;
         let pid = listener.as_raw_nonzero().get().unsigned_abs();
-        let mut monitor = Self::over(Process::Adopted { pid, fd }, socket, log);
+        let mut monitor = Self::over(Process::Held { pid, fd, ours: false }, socket, log);
         // Not ours to end until it has answered; and since it has, the descriptor is its own.
         monitor.detached = true;
         let status = monitor.status()?;
@@ -175,7 +188,7 @@ impl Monitor {
     pub fn pid(&self) -> u32 {
         match &self.process {
             Process::Child(child) => child.id(),
-            Process::Adopted { pid, .. } => *pid,
+            Process::Held { pid, .. } => *pid,
         }
     }
 
@@ -330,8 +343,20 @@ impl Monitor {
                 Ok(status) => status.to_string(),
                 Err(error) => error.to_string(),
             },
+            Process::Held { fd, ours: true, .. } => {
+                match waitid(WaitId::PidFd(fd.as_fd()), WaitIdOptions::EXITED) {
+                    Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+                        (Some(code), _) => format!("exit status: {code}"),
+                        (_, Some(signal)) if signal == Signal::SYS.as_raw() => {
+                            "it was killed for a forbidden system call".to_owned()
+                        }
+                        (_, signal) => format!("signal: {}", signal.unwrap_or(0)),
+                    },
+                    _ => "nobody knows how".to_owned(),
+                }
+            }
             // Only its parent, which is gone, would be told.
-            Process::Adopted { .. } => "nobody knows how".to_owned(),
+            Process::Held { .. } => "nobody knows how".to_owned(),
         };
         MonitorError::Died { status, log: log_tail(&self.log) }
     }
@@ -372,7 +397,7 @@ impl Process {
                 }
                 false
             }
-            Self::Adopted { fd, .. } => loop {
+            Self::Held { fd, ours, .. } => loop {
                 let left = deadline.saturating_duration_since(Instant::now());
                 let left = Timespec {
                     tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
@@ -380,8 +405,13 @@ impl Process {
                 };
                 match poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&left)) {
                     Err(rustix::io::Errno::INTR) => {}
-                    Ok(count) => return count > 0,
-                    Err(_) => return false,
+                    Ok(0) | Err(_) => return false,
+                    Ok(_) => {
+                        if *ours {
+                            let _ = waitid(WaitId::PidFd(fd.as_fd()), WaitIdOptions::EXITED);
+                        }
+                        return true;
+                    }
                 }
             },
         }
@@ -393,7 +423,7 @@ impl Process {
                 let _ = child.kill();
                 let _ = child.wait();
             }
-            Self::Adopted { fd, .. } => {
+            Self::Held { fd, .. } => {
                 let _ = pidfd_send_signal(&*fd, Signal::KILL);
                 self.ends_within(Duration::from_secs(2));
             }

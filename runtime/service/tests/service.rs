@@ -306,12 +306,18 @@ fn what_must_not_be_served_is_refused_at_the_start() {
     fs::write(&keys, "ci:0123456789abcdef\n").unwrap();
     fs::set_permissions(&keys, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
     let key_file = format!("--api-key-file={}", keys.display());
-    let no_keys = refused(&|c| drop(c.arg("--listen=127.0.0.1:0")));
+    let no_keys = refused(&|c| {
+        c.arg("--listen=127.0.0.1:0");
+    });
     assert!(no_keys.0 == 2 && no_keys.1.contains("--api-key-file"), "{no_keys:?}");
-    let open = refused(&|c| drop(c.args(["--listen=0.0.0.0:0", &key_file])));
+    let open = refused(&|c| {
+        c.args(["--listen=0.0.0.0:0", &key_file]);
+    });
     assert!(open.0 == 2 && open.1.contains("--allow-remote"), "{open:?}");
     let socket = format!("--listen=unix:{}", world.path("s").display());
-    let taken = refused(&|c| drop(c.arg(&socket)));
+    let taken = refused(&|c| {
+        c.arg(&socket);
+    });
     assert!(taken.0 == 7 && taken.1.contains("in use"), "{taken:?}");
     // The same run directory, and the same audit log, belong to one service only.
     let output = world.serve().output().unwrap();
@@ -423,6 +429,7 @@ fn leave_sandbox(world: &World, bare: &(PathBuf, PathBuf), id: &str) -> Child {
     let lock = fs::File::create(directory.join("lock")).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
     let config = VmmConfig {
+        filling: None,
         version: VERSION,
         vcpus: 1,
         memory_mib: 16,

@@ -49,8 +49,27 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a lab may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
+/// The vendor of the lab's processor, as CPUID spells it; part of what its snapshots need.
+pub const CPU_VENDOR: &str = "AuthenticAMD";
+/// How the lab's KVM virtualizes.
+pub const KVM_KIND: &str = "svm";
+/// Where programs in the lab find what listens on this machine's loopback (QEMU's user network).
+const GATEWAY: &str = "10.0.2.2";
 /// Where the lab shows the machine's files as they are now.
 const HOST: &str = "/.host";
+
+/// Where a program in the lab finds what is `host[:port]` on this machine; nothing for what it finds
+/// by the same name.
+#[must_use]
+pub fn from_inside(host: &str) -> Option<String> {
+    let (name, port) = match host.rsplit_once(':') {
+        Some((name, port)) => (name, format!(":{port}")),
+        None => (host, String::new()),
+    };
+    let loopback =
+        name == "localhost" || name.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback());
+    loopback.then(|| format!("{GATEWAY}{port}"))
+}
 
 /// What a lab is to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,7 +82,10 @@ pub struct LabConfig {
     pub kernel: KernelSource,
     /// Memory in MiB.
     pub memory_mib: u32,
-    /// Virtual CPUs.
+    /// Virtual CPUs. More than one is not safe with QEMU before 8.1: its emulator can miss that
+    /// one processor patches the code another is just translating, and the kernel patches its own
+    /// whenever the first guest starts or the last one ends; the other processor then runs into
+    /// a breakpoint that is no longer there, for ever.
     pub vcpus: u8,
     /// How long it stays up with nobody connected and nothing running in it.
     pub idle: Duration,
@@ -74,7 +96,7 @@ pub struct LabConfig {
 }
 
 impl LabConfig {
-    /// The lab of `store` with everything else as usual: 3 GiB, 2 CPUs, 10 minutes.
+    /// The lab of `store` with everything else as usual: 3 GiB, 1 CPU, 10 minutes.
     #[must_use]
     pub fn new(store: impl Into<PathBuf>, agent: impl Into<PathBuf>) -> Self {
         let store = store.into();
@@ -82,7 +104,7 @@ impl LabConfig {
             agent: agent.into(),
             kernel: KernelSource::default(),
             memory_mib: 3072,
-            vcpus: 2,
+            vcpus: 1,
             idle: Duration::from_secs(600),
             state_dir: default_state_dir(&store),
             image_dir: default_image_dir(),

@@ -25,7 +25,7 @@ const CONTROLLERS: [(&str, &str); 4] =
 
 /// How much of each is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Shares {
+pub struct Shares {
     /// Bytes.
     pub memory: u64,
     /// Thousandths of a processor.
@@ -57,7 +57,7 @@ pub enum CgroupError {
 
 /// One sandbox's group; removed on drop, when its processes have ended.
 #[derive(Debug)]
-pub(crate) struct Cgroup {
+pub struct Cgroup {
     version: u8,
     /// Controller names and directories: in version 2 all are the same directory.
     places: Vec<(&'static str, PathBuf)>,
@@ -65,7 +65,7 @@ pub(crate) struct Cgroup {
 
 impl Cgroup {
     /// Makes a group for sandbox `id`.
-    pub(crate) fn create(id: &str, shares: &Shares) -> Result<Self, CgroupError> {
+    pub fn create(id: &str, shares: &Shares) -> Result<Self, CgroupError> {
         let mounts = fs::read_to_string("/proc/self/mountinfo")
             .map_err(|error| CgroupError::Unavailable(error.to_string()))?;
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -84,7 +84,7 @@ impl Cgroup {
     }
 
     /// The group that another process made for sandbox `id`, if it did.
-    pub(crate) fn find(id: &str) -> Option<Self> {
+    pub fn find(id: &str) -> Option<Self> {
         let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
         let own = fs::read_to_string("/proc/self/cgroup").ok()?;
         let group = match unified(&mounts, &own) {
@@ -107,7 +107,7 @@ impl Cgroup {
     }
 
     /// Leaves the group to whoever comes next.
-    pub(crate) fn leave(mut self) {
+    pub fn leave(mut self) {
         self.places.clear();
     }
 
@@ -174,7 +174,7 @@ impl Cgroup {
     }
 
     /// Moves a process in, with all its threads.
-    pub(crate) fn add(&self, pid: u32) -> Result<(), CgroupError> {
+    pub fn add(&self, pid: u32) -> Result<(), CgroupError> {
         let mut done: Option<&Path> = None;
         for (_, place) in &self.places {
             if done == Some(place) {
@@ -188,25 +188,42 @@ impl Cgroup {
         Ok(())
     }
 
+    /// Moves the calling thread in, in version 1, where threads may be in groups of their own. What
+    /// it starts is in the group from the beginning; and as it moves itself, nobody waits for
+    /// anybody.
+    pub fn enter_thread(&self) -> Result<(), CgroupError> {
+        for (_, place) in &self.places {
+            let file = place.join("tasks");
+            fs::write(&file, "0").map_err(|source| CgroupError::Refused { file, source })?;
+        }
+        Ok(())
+    }
+
+    /// The directory of a group of version 2.
+    #[must_use]
+    pub fn unified(&self) -> Option<&Path> {
+        self.places.first().filter(|_| self.version == 2).map(|(_, place)| place.as_path())
+    }
+
     /// What it is, for the list of active layers.
-    pub(crate) fn describe(&self) -> String {
+    pub fn describe(&self) -> String {
         let names: Vec<_> = self.places.iter().map(|(name, _)| *name).collect();
         format!("cgroup{}:{}", self.version, names.join(","))
     }
 
     /// Processes of it that the kernel ended for want of memory.
-    pub(crate) fn memory_kills(&self) -> u64 {
+    pub fn memory_kills(&self) -> u64 {
         let file = if self.version == 2 { "memory.events" } else { "memory.oom_control" };
         self.count("memory", file, "oom_kill")
     }
 
     /// Periods in which it got less processor time than it wanted.
-    pub(crate) fn throttled(&self) -> u64 {
+    pub fn throttled(&self) -> u64 {
         self.count("cpu", "cpu.stat", "nr_throttled")
     }
 
     /// Threads it was denied.
-    pub(crate) fn pids_denied(&self) -> u64 {
+    pub fn pids_denied(&self) -> u64 {
         self.count("pids", "pids.events", "max")
     }
 
@@ -248,11 +265,12 @@ fn make(parent: &Path, id: &str) -> Result<PathBuf, CgroupError> {
 fn sweep(ours: &Path) {
     let Ok(entries) = fs::read_dir(ours) else { return };
     for entry in entries.flatten() {
-        let old = entry
-            .metadata()
-            .and_then(|metadata| metadata.modified())
-            .is_ok_and(|made| made.elapsed().is_ok_and(|age| age > Duration::from_secs(60)));
-        if old {
+        let old = |made: std::time::SystemTime| {
+            made.elapsed().is_ok_and(|age| age > Duration::from_secs(60))
+        };
+        if entry.file_type().is_ok_and(|kind| kind.is_dir())
+            && entry.metadata().and_then(|metadata| metadata.modified()).is_ok_and(old)
+        {
             let _ = fs::remove_dir(entry.path());
         }
     }
@@ -377,8 +395,8 @@ mod tests {
         let places: Vec<_> = group.places.iter().map(|(_, place)| place.clone()).collect();
         assert!(group.describe().contains("memory"), "{}", group.describe());
         // More memory and more threads than it may have.
-        let script = "cat | sh -c 'for i in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 9 & done' 2>&1; \
-             tail -c 200m /dev/zero | tail -c 1";
+        let script = "head -c 200m /dev/zero | tail -c 150m | tail -c 1; \
+             for i in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 9 & done";
         let mut child = std::process::Command::new("sh")
             .args(["-c", &format!("read go; {script}")])
             .stdin(std::process::Stdio::piped())

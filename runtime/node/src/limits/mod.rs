@@ -6,7 +6,7 @@ use parbake_cache::template::MachineShape;
 use parbake_protocol::agent::{Exit, ExitReason};
 use serde::{Deserialize, Serialize};
 
-pub(crate) mod cgroup;
+pub mod cgroup;
 
 pub use cgroup::CgroupError;
 use cgroup::Shares;
@@ -42,7 +42,8 @@ pub struct Limits {
 
 impl Limits {
     /// What a machine of `shape` gets whose private overlay takes `overlay` bytes of memory at most.
-    pub(crate) fn shares(&self, shape: MachineShape, overlay: u64) -> Shares {
+    #[must_use]
+    pub fn shares(&self, shape: MachineShape, overlay: u64) -> Shares {
         let guest = u64::from(shape.memory_mib) << 20;
         let most = guest.saturating_add(guest / 16).saturating_add(overlay);
         let vcpus = u32::from(shape.vcpus);

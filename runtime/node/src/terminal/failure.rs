@@ -115,6 +115,11 @@ impl CliError {
         Self { kind, source: source.into(), hints: Vec::new(), step_exit_code: None }
     }
 
+    /// The user asked for an end.
+    pub fn interrupted() -> Self {
+        Self::new(Kind::Interrupted, "interrupted")
+    }
+
     /// Adds what to do next.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {

@@ -19,6 +19,8 @@ pub enum Ended {
     Exited(Exit),
     /// It could not be started.
     Failed(Failure),
+    /// A second signal cut the connection, which ended it.
+    HungUp,
 }
 
 /// The size of this terminal; 80 by 24 where it does not say.
@@ -136,18 +138,22 @@ pub fn attach<I: Input, O: Output>(
     let raw = if what.tty { RawTerminal::enter() } else { None };
     let (wants_stdin, has_tty) = (what.stdin, what.tty);
     let over = Arc::new(AtomicBool::new(false));
+    let hung_up = Arc::new(AtomicBool::new(false));
 
     let signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGWINCH]);
     let handle = signals.as_ref().ok().map(Signals::handle);
     let watcher = signals.ok().map(|mut signals| {
-        let input = input.clone();
+        let (input, hung_up) = (input.clone(), Arc::clone(&hung_up));
         std::thread::spawn(move || {
             let mut asked = false;
             for signal in signals.forever() {
                 let sent = match signal {
                     SIGWINCH if has_tty => input.resize(window_size()),
                     SIGWINCH => Ok(()),
-                    SIGINT | SIGTERM | SIGHUP if asked => input.hang_up(),
+                    SIGINT | SIGTERM | SIGHUP if asked => {
+                        hung_up.store(true, Ordering::Relaxed);
+                        input.hang_up()
+                    }
                     _ => {
                         asked |= matches!(signal, SIGINT | SIGTERM | SIGHUP);
                         input.signal(signal)
@@ -200,6 +206,7 @@ pub fn attach<I: Input, O: Output>(
             Ok(ExecEvent::Stdout(_)) => Ok(()),
             Ok(ExecEvent::Exited(exit)) => break Ok(Ended::Exited(exit)),
             Ok(ExecEvent::Failed(failure)) => break Ok(Ended::Failed(failure)),
+            Err(_) if hung_up.load(Ordering::Relaxed) => break Ok(Ended::HungUp),
             Err(error) => break Err(error),
         };
         if written.is_err() && !broken {

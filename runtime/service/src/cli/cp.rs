@@ -184,7 +184,7 @@ fn unpack(archive: impl Read, to: &Path) -> io::Result<()> {
             | EntryType::Link => {}
             other => {
                 let name = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
-                eprintln!("left out: {:?} ({other:?})", name);
+                eprintln!("left out: {name:?} ({other:?})");
                 continue;
             }
         }

@@ -78,6 +78,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let what = stdio::Attach { tty: args.tty, stdin: request.stdin };
     match stdio::attach(&input, output, what, || {}) {
         Ok(stdio::Ended::Exited(exit)) => Ok(u8::try_from(exit.shell_code()).unwrap_or(125)),
+        Ok(stdio::Ended::HungUp) => Err(CliError::interrupted()),
         Ok(stdio::Ended::Failed(failure)) => {
             let kind = match failure.kind {
                 FailureKind::NotFound => Kind::CommandNotFound,

@@ -206,7 +206,7 @@ impl Manager {
         let shape = template.manifest.machine;
         let (snapshot, mut origin) = self.origin(&store, &template, shape)?;
         origin.continues = true;
-        let tag = template.name.clone();
+        let tag = template.name;
         let id = record.id.clone();
         record.snapshot = Some(snapshot);
         let detail = json!({ "snapshot": snapshot });
@@ -340,7 +340,7 @@ fn install(
     frozen: &Frozen,
 ) -> Result<Paused, Problem> {
     let template = Template::load(store, None, record.template_digest)?;
-    let mut manifest = template.manifest.clone();
+    let mut manifest = template.manifest;
     manifest.machine = record.machine;
     // Nothing is baked from it.
     manifest.bake = None;

@@ -523,7 +523,7 @@ impl Manager {
             while !manager.stopped.load(Ordering::SeqCst) {
                 manager.tick();
                 ticks = ticks.wrapping_add(1);
-                if ticks % COUNT == 0 {
+                if ticks.is_multiple_of(COUNT) {
                     manager.all().iter().for_each(|entry| manager.count_denied(entry));
                 }
                 std::thread::sleep(TICK);

@@ -16,6 +16,7 @@ use self::map::SavedMap;
 use self::overlay::{DiskError, Layers};
 use super::ring::{self, Buffers, Chain};
 use super::{Activation, DeviceError, Progress, SavedDevice, VirtioDevice};
+use crate::filling::DiskFilling;
 
 const KIND: &str = "block";
 const VERSION: u32 = 1;
@@ -114,6 +115,11 @@ impl Block {
         Ok(block)
     }
 
+    /// Asks before each read of a file that is not all there yet.
+    pub fn fill_from(&mut self, filling: DiskFilling) {
+        self.layers.fill_from(filling);
+    }
+
     /// Sets what the guest reads as the disk's serial number; 20 bytes of it.
     pub fn set_id(&mut self, id: &str) {
         self.id = [0; ID];
@@ -182,12 +188,10 @@ impl Block {
         match refused {
             Refused::Request(code) => return code,
             Refused::Disk(DiskError::Range) => {}
-            Refused::Disk(DiskError::Limit) => {
-                if self.full == Full::No {
+            Refused::Disk(error) => {
+                if matches!(error, DiskError::Limit) && self.full == Full::No {
                     self.full = Full::New;
                 }
-            }
-            Refused::Disk(error) => {
                 if matches!(self.trouble, Trouble::None) {
                     self.trouble = Trouble::New(error);
                 }

@@ -79,16 +79,21 @@ fn set_xsave(fd: &VcpuFd, words: &[u32], host_words: usize) -> Result<(), Failur
 /// Sets the TSC first and the deadline, which is relative to it, last. A register that cannot be
 /// written is an error unless it holds the wanted value anyway (read-only identification).
 fn set_msrs(fd: &VcpuFd, msrs: &[kvm_msr_entry], without_tsc: bool) -> Result<(), Failure> {
-    /// `KVM_MAX_MSR_ENTRIES` of the kernel.
-    const BATCH: usize = 256;
     let pick = |index| msrs.iter().copied().filter(move |m: &kvm_msr_entry| m.index == index);
-    let mut ordered: Vec<kvm_msr_entry> = Vec::with_capacity(msrs.len());
-    if !without_tsc {
-        ordered.extend(pick(MSR_TSC));
+    if !without_tsc && let Some(tsc) = pick(MSR_TSC).next() {
+        write_msrs(fd, &[tsc])?;
+        correct_tsc(fd, tsc.data)?;
     }
+    let mut ordered: Vec<kvm_msr_entry> = Vec::with_capacity(msrs.len());
     ordered.extend(msrs.iter().filter(|m| m.index != MSR_TSC && m.index != MSR_TSC_DEADLINE));
     ordered.extend(pick(MSR_TSC_DEADLINE));
-    let mut rest = ordered.as_slice();
+    write_msrs(fd, &ordered)
+}
+
+fn write_msrs(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), Failure> {
+    /// `KVM_MAX_MSR_ENTRIES` of the kernel.
+    const BATCH: usize = 256;
+    let mut rest = msrs;
     while !rest.is_empty() {
         let batch = &rest[..rest.len().min(BATCH)];
         let entries = Msrs::from_entries(batch).map_err(|_| impossible("register list"))?;
@@ -110,6 +115,25 @@ fn set_msrs(fd: &VcpuFd, msrs: &[kvm_msr_entry], without_tsc: bool) -> Result<()
             .into());
         }
         rest = &rest[set + 1..];
+    }
+    Ok(())
+}
+
+/// KVM takes a counter set within a second of where a fresh one would stand for an attempt to
+/// synchronize it, and does not set it: that of a guest frozen in its first second. The offset is
+/// taken at its word.
+fn correct_tsc(fd: &VcpuFd, wanted: u64) -> Result<(), Failure> {
+    let Some(offset) = tsc::offset(fd) else { return Ok(()) };
+    let mut now = Msrs::from_entries(&[kvm_msr_entry { index: MSR_TSC, ..Default::default() }])
+        .map_err(|_| impossible("register list"))?;
+    if fd.get_msrs(&mut now).kvm("KVM_GET_MSRS")? != 1 {
+        return Ok(());
+    }
+    let distance = wanted.wrapping_sub(now.as_slice()[0].data).cast_signed();
+    // What passed since it was set is not to be taken back.
+    let slack = i64::from(fd.get_tsc_khz().unwrap_or(0));
+    if !(-slack..=0).contains(&distance) {
+        tsc::set_offset(fd, offset.wrapping_add_signed(distance));
     }
     Ok(())
 }
