@@ -54,7 +54,8 @@ test: setup-test lint build unit e2e
 bench: setup-test build image
 	@tests/images/debian $(IMAGES)/debian-large large
 	cargo build --release --locked -p parbake-tests --bins
-	@install -m 755 target/release/guest-bench target/release/rootfs-bench $(BIN)/
+	@install -m 755 target/release/guest-bench target/release/rootfs-bench \
+		target/release/registry-bench $(BIN)/
 	target/release/bench $(BIN) target/bench.json $(IMAGES)/debian $(IMAGES)/debian-large
 
 PREFIX ?= /usr/local
