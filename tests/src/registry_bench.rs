@@ -166,11 +166,13 @@ fn measure(bin: &Path, store: &Path, template: &str, layout: &Path) -> Result<Va
     }))
 }
 
-/// What the parts would take without any of this: the root filesystem's data and the memory, gzipped.
+/// What the parts would take without any of this: kernel, root filesystem and memory, gzipped.
 fn references(store: &Path, template: &str) -> Result<f64, Failed> {
     let store = Store::open(store)?;
     let template = Template::find(&store, template)?;
+    let kernel = &template.kernel;
     let mut images = vec![template.manifest.rootfs.digest];
+    images.extend([kernel.vmlinux.digest, kernel.initramfs.digest]);
     for (_, snapshot) in store.snapshots(&template.digest)?.into_iter().take(1) {
         images.push(snapshot.memory.digest);
     }

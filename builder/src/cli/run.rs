@@ -12,7 +12,7 @@ use parbake_cache::variant::Choice;
 use parbake_cache::{Store, TemplateName};
 use parbake_node::monitor::MonitorError;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
-use parbake_protocol::agent::{ClientError, ExecRequest, FailureKind};
+use parbake_protocol::agent::{ExecRequest, FailureKind};
 use serde_json::json;
 
 use super::bake::ShapeArgs;
@@ -141,7 +141,7 @@ fn fetch(context: &Context, args: &Args, store: &Store) -> CliResult<Template> {
 fn remote_name(args: &Args) -> CliResult<(TemplateName, RegistryOptions)> {
     let name: TemplateName =
         args.template.parse().map_err(|error| CliError::new(Kind::Usage, error))?;
-    let options = RegistryOptions { trust: args.trust.trust()?, ..args.registry.options()? };
+    let options = RegistryOptions { trust: args.trust.trust()?, ..args.registry.for_sandboxes()? };
     Ok((name, options))
 }
 
@@ -223,7 +223,7 @@ fn execute(
     request: ExecRequest,
     begun: Instant,
     mut on_start: impl FnMut(),
-) -> CliResult<(Result<Ended, ClientError>, serde_json::Value)> {
+) -> CliResult<(Result<Ended, SandboxError>, serde_json::Value)> {
     let client = sandbox.connect().map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?;
     let ready = begun.elapsed();
     let mut first_exec = Duration::ZERO;
@@ -231,6 +231,8 @@ fn execute(
         first_exec = begun.elapsed();
         on_start();
     });
+    // A connection that closed does not say why.
+    let ended = ended.map_err(|error| sandbox.blame(error));
     let timings = sandbox.timings().clone();
     drop(sandbox);
     let document = json!({
@@ -248,7 +250,7 @@ fn execute(
 /// Writes the timings, if they are wanted, and turns the end into an exit code.
 fn conclude(
     args: &Args,
-    ended: Result<Ended, ClientError>,
+    ended: Result<Ended, SandboxError>,
     document: &serde_json::Value,
 ) -> CliResult<u8> {
     if let Some(path) = &args.timings {
@@ -265,7 +267,7 @@ fn conclude(
             };
             Err(CliError::new(kind, failure.message))
         }
-        Err(error) => Err(CliError::new(Kind::Sandbox, error)),
+        Err(error) => Err(guest::sandbox_error(error, Kind::Sandbox)),
     }
 }
 
