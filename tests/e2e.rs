@@ -385,6 +385,7 @@ fn a_bake_that_cannot_finish_leaves_nothing() {
     let size = stat.f_bavail * stat.f_frsize - (25 << 20);
     let file = fs::File::create(&filler).unwrap();
     rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, size).unwrap();
+    drop(file);
     world.fails(&["bake", "debian:12"], 1, &["No space left on device"]);
     fs::remove_file(&filler).unwrap();
     assert_eq!(snapshots(), 0);

@@ -13,5 +13,6 @@ pub mod layer;
 pub mod provenance;
 pub mod sbom;
 pub mod source;
-pub mod template;
 pub mod tree;
+
+pub use parbake_node::template;

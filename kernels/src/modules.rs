@@ -43,7 +43,7 @@ pub const SANDBOX: &[Driver] = &[
     driver("overlay", "CONFIG_OVERLAY_FS"),
 ];
 
-/// What the emulated host needs: the machine's files, its network, and KVM.
+/// What the emulated host needs: the machine's files, its network, KVM, and its sandboxes' network.
 pub const LAB: &[Driver] = &[
     driver("virtio_pci", "CONFIG_VIRTIO_PCI"),
     driver("fuse", "CONFIG_FUSE_FS"),
@@ -54,6 +54,17 @@ pub const LAB: &[Driver] = &[
     driver("virtio_rng", "CONFIG_HW_RANDOM_VIRTIO"),
     driver("kvm_amd", "CONFIG_KVM_AMD"),
     driver("tun", "CONFIG_TUN"),
+    driver("veth", "CONFIG_VETH"),
+    driver("nf_tables", "CONFIG_NF_TABLES"),
+    driver("nft_ct", "CONFIG_NFT_CT"),
+    driver("nft_chain_nat", "CONFIG_NFT_NAT"),
+    driver("nft_masq", "CONFIG_NFT_MASQ"),
+    driver("nft_log", "CONFIG_NFT_LOG"),
+    driver("nfnetlink_log", "CONFIG_NETFILTER_NETLINK_LOG"),
+    driver("nft_limit", "CONFIG_NFT_LIMIT"),
+    driver("nft_connlimit", "CONFIG_NFT_CONNLIMIT"),
+    driver("nft_objref", "CONFIG_NFT_OBJREF"),
+    driver("nft_reject_inet", "CONFIG_NFT_REJECT_INET"),
 ];
 
 /// A module as it goes into an initramfs.

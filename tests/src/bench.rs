@@ -41,6 +41,7 @@ fn main() -> ExitCode {
     );
     eprintln!("bench: image to ext4");
     take("rootfs", run(Command::new(bin.join("rootfs-bench")).arg(large)));
+    take("rootfs cases", run(Command::new(bin.join("rootfs-cases")).arg(large)));
     eprintln!("bench: a Debian guest");
     take("guest", guest(bin, small));
     for (name, value) in &figures {

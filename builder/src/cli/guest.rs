@@ -3,19 +3,17 @@
 use std::io::IsTerminal;
 use std::os::unix::ffi::OsStrExt;
 
-use parbake_builder::template::{HostClass, Template, TemplateError};
+use parbake_builder::template::{Template, TemplateError};
 use parbake_cache::{Store, StoreError};
 use parbake_host::lab::{Lab, LabConfig};
 use parbake_host::{HostMode, probe};
 use parbake_node::monitor::MonitorError;
 use parbake_node::sandbox::{SandboxError, SandboxOptions};
-use parbake_protocol::agent::{AGENT_PROTOCOL, ExecRequest};
-use parbake_vmm::snapshot::contract;
-use parbake_vmm::snapshot::state::STATE_VERSION;
+use parbake_protocol::agent::ExecRequest;
 
 use super::error::{CliError, CliResult, Kind};
-use super::stdio::{self, Ended};
 use super::{Context, HostChoice, interrupt};
+use parbake_node::terminal::stdio::{self, Ended};
 
 /// Set in the environment of a command that was sent to the lab: guests run right there.
 const IN_LAB: &str = "PARBAKE_IN_LAB";
@@ -144,16 +142,6 @@ pub fn command_in_lab(
 /// How often a template's times count: guests of the lab are emulated twice.
 pub fn patience() -> u32 {
     if std::env::var_os(IN_LAB).is_some() { 8 } else { 1 }
-}
-
-/// What decides which snapshots this machine can restore.
-pub fn host_class() -> HostClass {
-    HostClass {
-        cpu_vendor: contract::host_vendor(),
-        kvm_kind: contract::kvm_kind().to_owned(),
-        state_version: STATE_VERSION,
-        agent_protocol: AGENT_PROTOCOL,
-    }
 }
 
 /// How sandboxes of this command run.

@@ -5,8 +5,8 @@ use parbake_protocol::agent::ExecRequest;
 use serde_json::json;
 
 use super::error::{Classify, CliError, CliResult, Kind};
-use super::stdio::{self, Ended};
 use super::{Context, guest, output};
+use parbake_node::terminal::stdio::{self, Ended};
 
 /// Control the lab, an emulated KVM host for machines without one
 ///

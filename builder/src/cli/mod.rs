@@ -2,10 +2,10 @@
 
 mod bake;
 mod build;
+mod cage;
 mod df;
 mod diff;
 mod doctor;
-mod error;
 mod export;
 mod guest;
 mod history;
@@ -17,7 +17,6 @@ mod keygen;
 mod lab;
 mod login;
 mod ls;
-mod output;
 mod progress;
 mod prune;
 mod pull;
@@ -32,7 +31,6 @@ mod sbom;
 mod shell;
 mod size;
 mod source;
-mod stdio;
 mod steps;
 mod tag;
 mod trust;
@@ -43,6 +41,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use parbake_cache::Store;
+use parbake_node::terminal::{failure as error, output};
 
 use error::{Classify, CliError, CliResult, Kind};
 use progress::{Mode, Progress};

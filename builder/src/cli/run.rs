@@ -4,24 +4,30 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use parbake_builder::template::Template;
+use parbake_builder::template::{HostClass, Template};
 use parbake_cache::lazy::Progress;
 use parbake_cache::registry::RegistryOptions;
 use parbake_cache::template::SnapshotManifest;
 use parbake_cache::variant::Choice;
 use parbake_cache::{Store, TemplateName};
+use parbake_node::limits::LimitHit;
 use parbake_node::monitor::MonitorError;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use parbake_protocol::agent::{ExecRequest, FailureKind};
 use serde_json::json;
 
 use super::bake::ShapeArgs;
+use super::cage::{self, CageArgs, Watch};
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::{self, Place};
 use super::remote::{self, Arrivals, RegistryArgs};
-use super::stdio::{self, Ended};
 use super::trust::TrustArgs;
 use super::{Context, bake, pull, run_lazily};
+use parbake_node::terminal::env;
+use parbake_node::terminal::stdio::{self, Ended};
+
+/// As for a command whose time is up, and as shells say it for a killed one.
+const ENDED_BY_LIMIT: u8 = 124;
 
 /// Run a command in a fresh sandbox, then throw the sandbox away
 ///
@@ -54,9 +60,14 @@ pub struct Args {
     /// The guest's host name
     #[arg(long, value_name = "NAME")]
     hostname: Option<String>,
-    /// Kill the command after so many seconds
-    #[arg(long, value_name = "SECONDS")]
-    timeout: Option<u64>,
+    /// Kill the command after this time, e.g. 30s; a bare number is seconds
+    #[arg(long, value_name = "TIME", value_parser = cage::time)]
+    timeout: Option<Duration>,
+    /// The most output of the command that is passed on, e.g. 10MiB; the rest is dropped
+    #[arg(long, value_name = "SIZE", value_parser = super::prune::size)]
+    output_limit: Option<u64>,
+    #[command(flatten)]
+    cage: CageArgs,
     #[command(flatten)]
     shape: ShapeArgs,
     /// Boot cold instead of restoring the snapshot
@@ -153,10 +164,11 @@ fn run_arriving(context: &Context, args: &Args, store: &Store) -> CliResult<u8> 
     let deadline = Duration::from_secs(args.patience);
     let arriving = run_lazily::begin(context, store, &name, options, &choice, deadline)?;
     let request = request(args, &arriving.template)?;
+    let mut options = guest::sandbox_options(context)?;
+    options.hostname.clone_from(&args.hostname);
+    let watch = args.cage.apply(&mut options)?;
     let sandbox = match &arriving.snapshot {
         Some(snapshot) if !args.cold => {
-            let mut options = guest::sandbox_options(context)?;
-            options.hostname.clone_from(&args.hostname);
             let (files, fill) = arriving.files(store, snapshot)?;
             match Sandbox::restore_from(&files, snapshot.machine, &options, Some(fill)) {
                 Err(SandboxError::Monitor(MonitorError::Failed { kind, message }))
@@ -181,15 +193,15 @@ fn run_arriving(context: &Context, args: &Args, store: &Store) -> CliResult<u8> 
         at_first_exec = arriving.progress().fetched_bytes;
         arriving.release();
     };
-    let finished = execute(sandbox, request, begun, on_start);
+    let finished = execute(context, sandbox, &watch, request, begun, on_start);
     let Progress { fetched_bytes, left_bytes } = arriving.progress();
     arriving.end(context, store);
-    let (ended, mut timings) = finished?;
-    timings["how"] = "restored lazily".into();
-    timings["fetchedBytesAtFirstExec"] = at_first_exec.into();
-    timings["fetchedBytes"] = fetched_bytes.into();
-    timings["leftBytes"] = left_bytes.into();
-    conclude(args, ended, &timings)
+    let mut done = finished?;
+    done.timings["how"] = "restored lazily".into();
+    done.timings["fetchedBytesAtFirstExec"] = at_first_exec.into();
+    done.timings["fetchedBytes"] = fetched_bytes.into();
+    done.timings["leftBytes"] = left_bytes.into();
+    conclude(context, args, done)
 }
 
 fn run_installed(
@@ -204,6 +216,7 @@ fn run_installed(
     let begun = Instant::now();
     let mut options = guest::sandbox_options(context).map_err(sandbox_failure)?;
     options.hostname.clone_from(&args.hostname);
+    let watch = args.cage.apply(&mut options)?;
     let (sandbox, how) = if args.cold {
         let files = template.boot_files(store).kind(Kind::Sandbox)?;
         let sandbox = Sandbox::boot(&files, shape, &template.manifest.process, &options);
@@ -212,18 +225,20 @@ fn run_installed(
         let snapshot = snapshot(context, store, template, shape).map_err(sandbox_failure)?;
         (restore(context, store, template, &snapshot, &options)?, "restored")
     };
-    let (ended, mut timings) = execute(sandbox, request, begun, || ())?;
-    timings["how"] = how.into();
-    conclude(args, ended, &timings)
+    let mut done = execute(context, sandbox, &watch, request, begun, || ())?;
+    done.timings["how"] = how.into();
+    conclude(context, args, done)
 }
 
 /// Runs the command and throws the sandbox away; says where the time went.
 fn execute(
+    context: &Context,
     mut sandbox: Sandbox,
+    watch: &Watch,
     request: ExecRequest,
     begun: Instant,
     mut on_start: impl FnMut(),
-) -> CliResult<(Result<Ended, SandboxError>, serde_json::Value)> {
+) -> CliResult<Done> {
     let client = sandbox.connect().map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?;
     let ready = begun.elapsed();
     let mut first_exec = Duration::ZERO;
@@ -234,7 +249,15 @@ fn execute(
     // A connection that closed does not say why.
     let ended = ended.map_err(|error| sandbox.blame(error));
     let timings = sandbox.timings().clone();
+    let counts = sandbox.egress_counts();
+    let by_limit = sandbox.limit_hits().iter().any(|hit| {
+        use parbake_node::limits::Limit;
+        matches!(hit.limit, Limit::Lifetime | Limit::Memory)
+    });
     drop(sandbox);
+    for line in watch.lines() {
+        context.progress.note(&line);
+    }
     let document = json!({
         "startedMs": timings.started.as_secs_f64() * 1000.0,
         "readyMs": timings.ready.as_secs_f64() * 1000.0,
@@ -243,21 +266,32 @@ fn execute(
         "totalMs": begun.elapsed().as_secs_f64() * 1000.0,
         "monitorStagesUs": timings.stages,
         "jail": timings.jail,
+        "egress": counts,
     });
-    Ok((ended, document))
+    Ok(Done { ended, by_limit, timings: document })
+}
+
+/// How a run ended.
+struct Done {
+    ended: Result<Ended, SandboxError>,
+    /// A limit ended it, which has been said.
+    by_limit: bool,
+    timings: serde_json::Value,
 }
 
 /// Writes the timings, if they are wanted, and turns the end into an exit code.
-fn conclude(
-    args: &Args,
-    ended: Result<Ended, SandboxError>,
-    document: &serde_json::Value,
-) -> CliResult<u8> {
+fn conclude(context: &Context, args: &Args, done: Done) -> CliResult<u8> {
+    let Done { ended, by_limit, timings } = done;
     if let Some(path) = &args.timings {
-        std::fs::write(path, format!("{document}\n")).kind(Kind::Sandbox)?;
+        std::fs::write(path, format!("{timings}\n")).kind(Kind::Sandbox)?;
     }
     match ended {
-        Ok(Ended::Exited(exit)) => Ok(u8::try_from(exit.shell_code()).unwrap_or(125)),
+        Ok(Ended::Exited(exit)) => {
+            for hit in LimitHit::of_exit(&exit) {
+                context.progress.note(&format!("limit reached: {}", hit.detail));
+            }
+            Ok(u8::try_from(exit.shell_code()).unwrap_or(125))
+        }
         Ok(Ended::HungUp) => Err(CliError::interrupted()),
         Ok(Ended::Failed(failure)) => {
             let kind = match failure.kind {
@@ -267,6 +301,7 @@ fn conclude(
             };
             Err(CliError::new(kind, failure.message))
         }
+        Err(_) if by_limit => Ok(ENDED_BY_LIMIT),
         Err(error) => Err(guest::sandbox_error(error, Kind::Sandbox)),
     }
 }
@@ -304,19 +339,11 @@ fn snapshot(
     template: &Template,
     shape: parbake_cache::template::MachineShape,
 ) -> CliResult<SnapshotManifest> {
-    let host = guest::host_class();
+    let host = HostClass::of_this_machine();
     if let Some((_, snapshot)) = template.snapshot(store, shape, &host).map_err(guest::classify)? {
         return Ok(snapshot);
     }
-    for (digest, snapshot) in store.snapshots(&template.digest).map_err(guest::classify)? {
-        let mut reasons = host.unmet(&snapshot.compat);
-        let other = snapshot.machine;
-        if other != shape {
-            reasons.push(format!(
-                "it is of a machine with {} vCPU and {} MiB, not {} vCPU and {} MiB",
-                other.vcpus, other.memory_mib, shape.vcpus, shape.memory_mib
-            ));
-        }
+    for (digest, reasons) in template.unfit(store, shape, &host).map_err(guest::classify)? {
         let digest = digest.short();
         context.progress.note(&format!("snapshot {digest} does not fit: {}", reasons.join("; ")));
     }
@@ -352,7 +379,7 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
         .hint("name one: parbake run TEMPLATE -- COMMAND"));
     }
     let mut request = ExecRequest::new(argv);
-    request.env = environment(args)?;
+    request.env = env::read(&args.env_file, &args.env).map_err(sandbox_failure)?;
     request.cwd = args.workdir.clone().into_bytes();
     request.user.clone_from(&args.user);
     request.tty = args.tty.then(stdio::window_size);
@@ -361,40 +388,10 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
         request.env.insert(0, [b"TERM=", term.as_bytes()].concat());
     }
     request.stdin = stdio::connect_stdin(args.interactive);
-    request.timeout_ms = args.timeout.map(|seconds| seconds.saturating_mul(1000));
+    request.timeout_ms =
+        args.timeout.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+    request.output_limit = args.output_limit;
     Ok(request)
-}
-
-fn environment(args: &Args) -> CliResult<Vec<Vec<u8>>> {
-    use std::os::unix::ffi::OsStringExt;
-    let mut entries = Vec::new();
-    for path in &args.env_file {
-        let text = std::fs::read(path).map_err(|error| {
-            CliError::new(Kind::Sandbox, format!("cannot read {}: {error}", path.display()))
-        })?;
-        for (number, line) in text.split(|&byte| byte == b'\n').enumerate() {
-            let line = line.trim_ascii();
-            if line.is_empty() || line.starts_with(b"#") {
-                continue;
-            }
-            if !line.contains(&b'=') {
-                let place = format!("{}:{}", path.display(), number + 1);
-                return Err(CliError::new(Kind::Sandbox, format!("{place}: not NAME=VALUE")));
-            }
-            entries.push(line.to_vec());
-        }
-    }
-    for entry in &args.env {
-        if entry.is_empty() || entry.starts_with('=') {
-            return Err(CliError::new(Kind::Sandbox, format!("--env {entry:?} has no name")));
-        }
-        if entry.contains('=') {
-            entries.push(entry.clone().into_bytes());
-        } else if let Some(value) = std::env::var_os(entry) {
-            entries.push([entry.as_bytes(), b"=", &value.into_vec()].concat());
-        }
-    }
-    Ok(entries)
 }
 
 /// Whatever fails before the command runs is the sandbox's failure, unless it says more.

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use parbake_builder::bake::gate::{self, Check, GateError};
-use parbake_builder::template::Template;
+use parbake_builder::template::{HostClass, Template};
 use parbake_cache::registry::RegistryOptions;
 use parbake_cache::template::SnapshotManifest;
 use parbake_cache::variant::Choice;
@@ -251,7 +251,7 @@ fn restore_here(
     template: &Template,
     snapshots: &[(Digest, SnapshotManifest)],
 ) -> CliResult<usize> {
-    let host = guest::host_class();
+    let host = HostClass::of_this_machine();
     let mut verified = 0;
     for (digest, snapshot) in snapshots {
         let reasons = host.unmet(&snapshot.compat);

@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::mpsc;
+use std::time::Duration;
 
 use sha2::{Digest as _, Sha256};
 
@@ -114,12 +116,40 @@ pub fn build_ext4(
         .permissions(std::fs::Permissions::from_mode(0o666))
         .tempfile_in(directory)
         .map_err(output)?;
-    let report = write(image, temporary.as_file(), options, events)?;
     let file = temporary.as_file();
+    let report = std::thread::scope(|scope| {
+        let (finished, ended) = mpsc::channel();
+        let flusher = scope.spawn(move || keep_flushing(file, &ended));
+        let report = write(image, file, options, events);
+        drop(finished);
+        let flushed = flusher.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
+        report.and_then(|report| flushed.map(|()| report).map_err(output))
+    })?;
     file.sync_all().map_err(output)?;
     temporary.persist(out).map_err(|error| output(error.error))?;
     File::open(directory).and_then(|directory| directory.sync_all()).map_err(output)?;
     Ok(report)
+}
+
+/// Sends what has been written to `file` on to the disk while more is being written, so that the
+/// disk is not idle until the end and then everybody waits for it. Ends with `ended`'s sender.
+///
+/// # Errors
+///
+/// The kernel reports a failed write-back once for each open file: it must be asked for here.
+fn keep_flushing(file: &File, ended: &mpsc::Receiver<()>) -> io::Result<()> {
+    /// Often enough that little is left at the end, seldom enough that each is a large write.
+    const FLUSH: u64 = 32 << 20;
+    const LOOK: Duration = Duration::from_millis(10);
+    let mut flushed = 0;
+    while ended.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout) {
+        let written = file.metadata()?.len();
+        if written.saturating_sub(flushed) >= FLUSH {
+            file.sync_data()?;
+            flushed = written;
+        }
+    }
+    Ok(())
 }
 
 /// Builds into `out`, an empty file, without naming or syncing it.
@@ -135,7 +165,10 @@ pub fn write(
 ) -> Result<BuildReport, BuildError> {
     let flattened = flatten(image, out, &options.flatten, events)?;
     let Flattened { tree, area, mut layers, attribution } = flattened;
-    let uuid = identity(b"uuid", &layers);
+    // Every checksum of metadata depends on the UUID and every indexed directory on the seed: were
+    // they the whole image's, images on one base would have no metadata in common.
+    let base = &layers[..layers.len().min(1)];
+    let uuid = identity(b"uuid", base);
     let filesystem = ext4::finish(
         out,
         &area,
@@ -144,7 +177,7 @@ pub fn write(
             free_bytes: options.free_bytes,
             free_inodes: options.free_inodes,
             uuid,
-            hash_seed: identity(b"hash seed", &layers),
+            hash_seed: identity(b"hash seed", base),
             timestamp: options.timestamp,
             journal: options.journal,
             label: options.label.clone(),
@@ -171,7 +204,8 @@ fn costs(
 }
 
 /// A UUID (version 8: made by own rules) that depends on nothing but the layers' contents, so that
-/// other compression or another manifest around the same layers gives the same image.
+/// other compression or another manifest around the same layers gives the same image. It tells
+/// images of different bases apart, not images on one base.
 fn identity(purpose: &[u8], layers: &[LayerRecord]) -> [u8; 16] {
     let mut hasher = Sha256::new();
     hasher.update(b"parbake ext4 ");

@@ -20,11 +20,37 @@ use crate::{kernel, network};
 
 const KEYGEN: &str = "/usr/bin/ssh-keygen";
 
+/// What becomes of the environment of the run that was frozen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Env {
+    /// It is replaced.
+    Replace,
+    /// The new entries come on top.
+    Extend,
+}
+
+/// Lets user processes run again that a quiesce stopped.
+///
+/// # Errors
+/// The machine is not the agent's, or the kernel's refusal; they stay frozen then.
+pub fn thaw(agent: &Agent) -> Result<(), Failure> {
+    agent.must_own_machine()?;
+    thaw_users(agent).map_err(|e| failure(FailureKind::System, format!("cannot thaw: {e}")))
+}
+
+fn thaw_users(agent: &Agent) -> io::Result<()> {
+    if let Some(cgroup) = &agent.options.cgroup {
+        cgroup.thaw()?;
+    }
+    agent.state().frozen = false;
+    Ok(())
+}
+
 /// Applies all items.
 ///
 /// # Errors
 /// The machine is not the agent's, or the message makes no sense. Nothing has been changed then.
-pub fn run(agent: &Agent, fixup: Fixup) -> Result<FixupReport, Failure> {
+pub fn run(agent: &Agent, fixup: Fixup, env: Env) -> Result<FixupReport, Failure> {
     agent.must_own_machine()?;
     check(&fixup)?;
     let mut report = FixupReport::default();
@@ -50,29 +76,27 @@ pub fn run(agent: &Agent, fixup: Fixup) -> Result<FixupReport, Failure> {
     if fixup.ssh_host_keys {
         step(items, "ssh_host_keys", || replace_ssh_keys(agent));
     }
-    if let Some(config) = &fixup.network {
-        step(items, "network", || {
+    match &fixup.network {
+        Some(config) => step(items, "network", || {
             network::configure(config)?;
             IdentityFile::Resolver.set(&network::resolver(&config.dns))?;
             done()
-        });
+        }),
+        None => step(items, "network", || network::off("eth0").and_then(|()| done())),
     }
     let succeeded = items.iter().all(|i| i.error.is_none());
     {
         let mut state = agent.state();
-        state.run_env = fixup.env;
+        if env == Env::Replace {
+            state.run_env.clear();
+        }
+        state.run_env.extend(fixup.env);
         state.instance_id = fixup.instance_id;
         state.fixups = state.fixups.saturating_add(1);
         state.frozen = true;
     }
     if succeeded {
-        step(items, "thaw", || {
-            if let Some(cgroup) = &agent.options.cgroup {
-                cgroup.thaw()?;
-            }
-            agent.state().frozen = false;
-            done()
-        });
+        step(items, "thaw", || thaw_users(agent).and_then(|()| done()));
         report.running = items.last().is_some_and(|i| i.error.is_none());
     }
     Ok(report)

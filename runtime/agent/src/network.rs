@@ -1,5 +1,6 @@
 //! The guest's network interface.
 
+use std::fs;
 use std::io;
 
 use parbake_protocol::agent::NetworkConfig;
@@ -25,6 +26,14 @@ pub fn configure(config: &NetworkConfig) -> io::Result<()> {
             .map_err(|e| named(&format!("{} {what}", config.interface), &e))
     };
     change("down", LinkChange::Down)?;
+    // Announces the new address to whoever still remembers another machine at it.
+    let setting = |family: &str, name: &str, value: &str| {
+        fs::write(format!("/proc/sys/net/{family}/conf/{}/{name}", config.interface), value)
+    };
+    setting("ipv4", "arp_notify", "1").map_err(|e| named("arp_notify", &e))?;
+    // It does not leave the sandbox; programs that find no address of it do not try. A kernel
+    // without IPv6 has no such file.
+    let _ = setting("ipv6", "disable_ipv6", "1");
     if let Some(mac) = config.mac {
         change("hardware address", LinkChange::Mac(mac))?;
     }
@@ -35,6 +44,22 @@ pub fn configure(config: &NetworkConfig) -> io::Result<()> {
         add_default_route(gateway).map_err(|e| named("default route", &e))?;
     }
     Ok(())
+}
+
+/// Switches an interface off that a frozen machine had on, so that a clone without a network is
+/// told so at once. A machine that has no such interface, or has it off, is left alone.
+///
+/// # Errors
+/// The kernel refused.
+pub fn off(interface: &str) -> io::Result<()> {
+    let Ok(flags) = fs::read_to_string(format!("/sys/class/net/{interface}/flags")) else {
+        return Ok(());
+    };
+    let flags = flags.trim().strip_prefix("0x").unwrap_or_default();
+    match u32::from_str_radix(flags, 16) {
+        Ok(flags) if flags & 1 != 0 => change_link(interface, LinkChange::Down),
+        _ => Ok(()),
+    }
 }
 
 /// The content of `/etc/resolv.conf`.

@@ -267,7 +267,13 @@ fn talk(agent: &Agent, id: u64, mut client: Connection) -> Result<After, FrameEr
             Request::Ping => Ok(Reply::Done),
             Request::Info => Ok(Reply::Info(agent.info())),
             Request::Configure(config) => agent.configure(config).map(|()| Reply::Done),
-            Request::Fixup(fixup) => fixup::run(agent, *fixup).map(Reply::Fixup),
+            Request::Fixup(fixup) => {
+                fixup::run(agent, *fixup, fixup::Env::Replace).map(Reply::Fixup)
+            }
+            Request::FixupKeepingEnv(fixup) => {
+                fixup::run(agent, *fixup, fixup::Env::Extend).map(Reply::Fixup)
+            }
+            Request::Thaw => fixup::thaw(agent).map(|()| Reply::Done),
             Request::Quiesce(request) => {
                 let close = request.close_connections;
                 let report = quiesce::run(agent, id, &request);

@@ -6,7 +6,8 @@
 //!               └──Failed──►  Gone ◄──┴───── Stopped, quit ──────┘
 //! ```
 //! The process ends when this end of the channel closes, so dropping a [`Monitor`] (or killing the
-//! process that holds it) ends the guest.
+//! process that holds it) ends the guest. A monitor with a [`VmmConfig::control`] socket stays when
+//! its host dies or [detaches](Monitor::detach), and [`Monitor::adopt`] takes it over.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -14,16 +15,22 @@ use std::io::{self, IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use parbake_protocol::vmm::{
     Event, MAX_LINE, Message, Reply, Request, SnapshotFiles, SnapshotReport, Status, VmmConfig,
 };
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use rustix::process::Signal;
+use rustix::process::{
+    PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
+
+use crate::launch::{self, Launched};
+use crate::limits::cgroup::Cgroup;
 
 /// How long a monitor may take to answer an ordinary request.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -80,10 +87,24 @@ fn tail(log: &str) -> String {
     if log.is_empty() { String::new() } else { format!(": {log}") }
 }
 
+/// The process: started here, or found running.
+#[derive(Debug)]
+enum Process {
+    Child(Child),
+    /// `ours`: this process is its parent, and is told how it ended.
+    Held {
+        pid: u32,
+        fd: OwnedFd,
+        ours: bool,
+    },
+}
+
 /// A running monitor.
 #[derive(Debug)]
 pub struct Monitor {
-    child: Child,
+    process: Process,
+    /// Let go: the process is somebody else's now.
+    detached: bool,
     control: UnixStream,
     inbox: Vec<u8>,
     events: VecDeque<Event>,
@@ -92,41 +113,83 @@ pub struct Monitor {
 
 impl Monitor {
     /// Starts `program`, sends it `config`, and returns at once; what the guest does arrives as
-    /// events. The process's stderr goes to `log`.
+    /// events. The process's stderr goes to `log`. It holds `keep` open for as long as it lives,
+    /// and with it the lock on that file. `tap` goes along where the configuration says so. It is in
+    /// `group` from its first instruction.
     ///
     /// # Errors
     /// [`MonitorError::Spawn`] or [`MonitorError::Channel`].
-    pub fn spawn(program: &Path, config: &VmmConfig, log: &Path) -> Result<Self, MonitorError> {
+    pub fn spawn(
+        program: &Path,
+        config: &VmmConfig,
+        log: &Path,
+        keep: Option<OwnedFd>,
+        tap: Option<BorrowedFd<'_>>,
+        group: Option<&Cgroup>,
+    ) -> Result<Self, MonitorError> {
         let spawn_error = |source| MonitorError::Spawn { program: program.to_owned(), source };
         let (control, theirs) = UnixStream::pair().map_err(spawn_error)?;
         let stderr = File::create(log).map_err(spawn_error)?;
         let mut line = serde_json::to_vec(config).expect("a configuration is plain data");
         line.push(b'\n');
         // Sent before the process exists, so that it finds the line waiting.
-        send(&control, &line, &[]).map_err(MonitorError::Channel)?;
-        let child = Command::new(program)
-            .args(["--control-fd", "0"])
-            .env_clear()
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
-            .stderr(stderr)
-            // Ctrl-C is for whoever holds the sandbox, who then ends it in order.
-            .process_group(0)
-            .spawn()
-            .map_err(spawn_error)?;
-        Ok(Self {
-            child,
+        send(&control, &line, tap.as_slice()).map_err(MonitorError::Channel)?;
+        // It writes nothing to its output; any descriptor will do.
+        let output = match keep {
+            Some(keep) => keep,
+            None => File::options().write(true).open("/dev/null").map_err(spawn_error)?.into(),
+        };
+        let streams = [theirs.into(), output, stderr.into()];
+        let launched = launch::spawn(program, &["--control-fd", "0"], streams, group);
+        let process = match launched.map_err(spawn_error)? {
+            Launched::Child(child) => Process::Child(child),
+            Launched::Held(pid, fd) => Process::Held { pid, fd, ours: true },
+        };
+        Ok(Self::over(process, control, log))
+    }
+
+    /// Takes over the monitor that listens at `control` and belongs to nobody any more.
+    ///
+    /// # Errors
+    /// [`MonitorError::Channel`] where nobody listens; [`MonitorError::Timeout`] where another
+    /// host still has the channel.
+    pub fn adopt(control: &Path, log: &Path) -> Result<(Self, Status), MonitorError> {
+        let socket = UnixStream::connect(control).map_err(MonitorError::Channel)?;
+        let failed = |error: rustix::io::Errno| MonitorError::Channel(error.into());
+        let listener = rustix::net::sockopt::socket_peercred(&socket).map_err(failed)?.pid;
+        let fd = pidfd_open(listener, PidfdFlags::empty()).map_err(failed)?;
+        let pid = listener.as_raw_nonzero().get().unsigned_abs();
+        let mut monitor = Self::over(Process::Held { pid, fd, ours: false }, socket, log);
+        // Not ours to end until it has answered; and since it has, the descriptor is its own.
+        monitor.detached = true;
+        let status = monitor.status()?;
+        monitor.detached = false;
+        Ok((monitor, status))
+    }
+
+    fn over(process: Process, control: UnixStream, log: &Path) -> Self {
+        Self {
+            process,
+            detached: false,
             control,
             inbox: Vec::with_capacity(4096),
             events: VecDeque::new(),
             log: log.to_owned(),
-        })
+        }
+    }
+
+    /// Lets go without ending the guest, if its monitor can do without.
+    pub fn detach(mut self) {
+        self.detached = true;
     }
 
     /// The process.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        match &self.process {
+            Process::Child(child) => child.id(),
+            Process::Held { pid, .. } => *pid,
+        }
     }
 
     /// The control channel, to wait on together with other descriptors.
@@ -271,13 +334,29 @@ impl Monitor {
     }
 
     fn died(&mut self) -> MonitorError {
-        let status = match self.child.wait() {
-            // What the system-call filter does to a monitor that strays.
-            Ok(status) if status.signal() == Some(Signal::SYS.as_raw()) => {
-                "it was killed for a forbidden system call".to_owned()
+        let status = match &mut self.process {
+            Process::Child(child) => match child.wait() {
+                // What the system-call filter does to a monitor that strays.
+                Ok(status) if status.signal() == Some(Signal::SYS.as_raw()) => {
+                    "it was killed for a forbidden system call".to_owned()
+                }
+                Ok(status) => status.to_string(),
+                Err(error) => error.to_string(),
+            },
+            Process::Held { fd, ours: true, .. } => {
+                match waitid(WaitId::PidFd(fd.as_fd()), WaitIdOptions::EXITED) {
+                    Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+                        (Some(code), _) => format!("exit status: {code}"),
+                        (_, Some(signal)) if signal == Signal::SYS.as_raw() => {
+                            "it was killed for a forbidden system call".to_owned()
+                        }
+                        (_, signal) => format!("signal: {}", signal.unwrap_or(0)),
+                    },
+                    _ => "nobody knows how".to_owned(),
+                }
             }
-            Ok(status) => status.to_string(),
-            Err(error) => error.to_string(),
+            // Only its parent, which is gone, would be told.
+            Process::Held { .. } => "nobody knows how".to_owned(),
         };
         MonitorError::Died { status, log: log_tail(&self.log) }
     }
@@ -288,17 +367,67 @@ impl Monitor {
     }
 
     fn end(&mut self) {
-        // The monitor ends by itself when the channel closes; the kill is for one that cannot.
-        let _ = self.control.shutdown(std::net::Shutdown::Both);
-        let deadline = Instant::now() + Duration::from_secs(2);
-        while Instant::now() < deadline {
-            if !matches!(self.child.try_wait(), Ok(None)) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(1));
+        if self.detached {
+            return;
         }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // Most end by themselves when the channel closes, those with a socket of their own when
+        // they are told; the kill is for one that can do neither.
+        let mut line = serde_json::to_vec(&Request::Quit).expect("a request is plain data");
+        line.push(b'\n');
+        let _ = self.control.set_write_timeout(Some(Duration::from_millis(200)));
+        let _ = send(&self.control, &line, &[]);
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        if !self.process.ends_within(Duration::from_secs(2)) {
+            self.process.kill();
+        }
+    }
+}
+
+impl Process {
+    /// Waits for the end of the process; whether it came.
+    fn ends_within(&mut self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        match self {
+            Self::Child(child) => {
+                while Instant::now() < deadline {
+                    if !matches!(child.try_wait(), Ok(None)) {
+                        return true;
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                false
+            }
+            Self::Held { fd, ours, .. } => loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                let left = Timespec {
+                    tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                    tv_nsec: left.subsec_nanos().into(),
+                };
+                match poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&left)) {
+                    Err(rustix::io::Errno::INTR) => {}
+                    Ok(0) | Err(_) => return false,
+                    Ok(_) => {
+                        if *ours {
+                            let _ = waitid(WaitId::PidFd(fd.as_fd()), WaitIdOptions::EXITED);
+                        }
+                        return true;
+                    }
+                }
+            },
+        }
+    }
+
+    fn kill(&mut self) {
+        match self {
+            Self::Child(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            Self::Held { fd, .. } => {
+                let _ = pidfd_send_signal(&*fd, Signal::KILL);
+                self.ends_within(Duration::from_secs(2));
+            }
+        }
     }
 }
 

@@ -2,17 +2,20 @@
 //!
 //! ```text
 //! /run/parbake/sandboxes/  or below $XDG_RUNTIME_DIR/parbake, or /tmp/parbake-UID
-//!   <id>/lock              held (flock) by the owner for as long as the sandbox lives
+//!   <id>/lock              held (flock) by owner and monitor for as long as one of them lives
 //!   <id>/vsock             the sandbox's socket
+//!   <id>/control           where a monitor that outlives its owner can be taken over
 //!   <id>/filling            while its images fill up: where it asks for them
 //!   <id>/console.log       the guest's serial console
 //!   <id>/monitor.log       what the monitor wrote to stderr
 //! ```
 //! The owner removes its directory when it lets go. One whose owner was killed has a free lock
-//! and is removed by whoever next makes one.
+//! and is removed by whoever next makes one. Sandboxes that outlive their owner have directories
+//! elsewhere, where nobody sweeps but the owner.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
@@ -22,7 +25,9 @@ use rustix::fs::{FlockOperation, flock};
 #[derive(Debug)]
 pub struct RunDir {
     path: PathBuf,
-    _lock: File,
+    /// Absent where only the monitor still holds it.
+    lock: Option<File>,
+    stays: bool,
 }
 
 impl RunDir {
@@ -34,13 +39,36 @@ impl RunDir {
         Self::create_in(&base(), id)
     }
 
-    fn create_in(base: &Path, id: &str) -> io::Result<Self> {
+    /// Makes the directory for sandbox `id` below `base`.
+    ///
+    /// # Errors
+    /// What the file system says; `AlreadyExists` where the id is taken.
+    pub fn create_in(base: &Path, id: &str) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(base)?;
         let path = base.join(id);
         DirBuilder::new().mode(0o700).create(&path)?;
         let lock = File::create(path.join("lock"))?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
-        Ok(Self { path, _lock: lock })
+        Ok(Self { path, lock: Some(lock), stays: false })
+    }
+
+    /// Takes over a directory whose monitor lives.
+    #[must_use]
+    pub fn adopt(path: &Path) -> Self {
+        Self { path: path.to_owned(), lock: None, stays: false }
+    }
+
+    /// A second descriptor of the lock, for the monitor to hold.
+    ///
+    /// # Errors
+    /// Out of descriptors.
+    pub fn shared_lock(&self) -> io::Result<Option<OwnedFd>> {
+        self.lock.as_ref().map(|lock| lock.try_clone().map(OwnedFd::from)).transpose()
+    }
+
+    /// Leaves the directory to whoever comes next.
+    pub fn leave(&mut self) {
+        self.stays = true;
     }
 
     /// The directory.
@@ -53,6 +81,12 @@ impl RunDir {
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.path.join("vsock")
+    }
+
+    /// Where the monitor waits for a new owner.
+    #[must_use]
+    pub fn control(&self) -> PathBuf {
+        self.path.join("control")
     }
 
     /// Where a machine asks for what is missing of its images.
@@ -76,7 +110,9 @@ impl RunDir {
 
 impl Drop for RunDir {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.path);
+        if !self.stays {
+            let _ = fs::remove_dir_all(&self.path);
+        }
     }
 }
 
@@ -95,6 +131,13 @@ pub fn base() -> PathBuf {
 /// Removes the directories whose owner is gone. Returns how many.
 pub fn sweep() -> usize {
     sweep_in(&base())
+}
+
+/// Whether the directory's owner and monitor are both gone, or it never had any.
+#[must_use]
+pub fn is_abandoned(path: &Path) -> bool {
+    File::open(path.join("lock"))
+        .is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok())
 }
 
 fn sweep_in(base: &Path) -> usize {
@@ -124,8 +167,8 @@ mod tests {
         let dead = RunDir::create_in(base.path(), "dead").unwrap();
         let dead_path = dead.path().to_owned();
         // As after a kill: the lock is released, the directory stays.
-        let RunDir { _lock: lock, .. } = &dead;
-        flock(lock, FlockOperation::Unlock).unwrap();
+        let RunDir { lock, .. } = &dead;
+        flock(lock.as_ref().unwrap(), FlockOperation::Unlock).unwrap();
         assert_eq!(sweep_in(base.path()), 1);
         assert!(!dead_path.exists());
         assert!(living.path().join("lock").exists());

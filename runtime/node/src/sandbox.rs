@@ -11,7 +11,11 @@
 //! message to the guest agent that makes the machine its own (entropy, clock, names); until it has
 //! been answered completely no user process runs, and if it is not, the machine is destroyed.
 //! Dropping a sandbox ends its machine and removes its directory; so does the death of the
-//! process that holds it.
+//! process that holds it, unless the sandbox was made to [outlive](SandboxOptions::outlive) it:
+//!
+//! ```text
+//!  Ready ──detach, or death of the process──► (alone) ──adopt──► Ready
+//! ```
 
 use std::fs::File;
 use std::io;
@@ -23,14 +27,20 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use parbake_cache::template::{MachineShape, ProcessConfig};
 use parbake_protocol::agent::{
     self, AGENT_PORT, Client, ClientError, Fixup, FixupReport, GuestConfig, GuestInfo,
-    QuiesceReport, QuiesceRequest, Step, ZeroFill,
+    NetworkConfig, QuiesceReport, QuiesceRequest, Step, ZeroFill,
 };
 use parbake_protocol::vmm::{
-    self, Disk, Event, Jail, SnapshotReport, Start, StopReason, VmmConfig, Vsock, doorbell,
+    self, Disk, Event, Jail, Net, SnapshotReport, Start, StopReason, Tap, VmmConfig, Vsock,
+    doorbell,
 };
 
+use crate::event::{EventKind, EventSender, SandboxEvent};
 use crate::filling::{Fill, Filler};
+use crate::limits::cgroup::Cgroup;
+use crate::limits::{CgroupError, CgroupPolicy, Limit, LimitHit, Limits};
 use crate::monitor::{Monitor, MonitorError, log_tail};
+use crate::network::pool::{GATEWAY, GUEST, GUEST_MAC, PREFIX};
+use crate::network::{Egress, EgressCounts, Lease, NetworkError, Pool, PoolOptions};
 use crate::pager;
 use crate::programs::{self, ProgramMissing};
 use crate::rundir::{self, RunDir};
@@ -38,6 +48,9 @@ use crate::rundir::{self, RunDir};
 /// A guest's context id on its own socket device; each sandbox has a device of its own, so all
 /// can have the same.
 const GUEST_CID: u32 = 3;
+
+/// The network device's name in the guest.
+const INTERFACE: &str = "eth0";
 
 /// How long the agent of a restored guest may take to accept a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -65,8 +78,8 @@ pub enum SandboxError {
     /// The guest agent.
     #[error("the guest does not answer as it should")]
     Agent(#[source] ClientError),
-    /// The guest ended before it was ready.
-    #[error("the guest ended before it was ready ({reason}){}", console_tail(.console))]
+    /// The guest is gone.
+    #[error("the guest ended ({reason}){}", console_tail(.console))]
     GuestEnded {
         /// How.
         reason: String,
@@ -87,6 +100,15 @@ pub enum SandboxError {
     /// The guest could not be made ready for the freeze.
     #[error("the guest could not be made ready for the freeze: {}", failed(.0))]
     Quiesce(Vec<Step>),
+    /// Its way out could not be prepared.
+    #[error("the sandbox gets no network")]
+    Network(#[from] NetworkError),
+    /// The host cannot hold it to its limits, which was required.
+    #[error("the sandbox cannot be held to its limits")]
+    Cgroup(#[from] CgroupError),
+    /// A limit was reached that ends the machine.
+    #[error("the sandbox was ended: {}", .0.detail)]
+    Limit(LimitHit),
     /// Interrupted by the user.
     #[error("interrupted")]
     Interrupted,
@@ -143,8 +165,23 @@ pub struct SandboxOptions {
     pub hostname: Option<String>,
     /// `NAME=value` entries for every command of this run.
     pub env: Vec<Vec<u8>>,
+    /// What it may reach; nothing: its network device leads nowhere.
+    pub egress: Egress,
+    /// Where its network comes from; absent: prepared while it waits.
+    pub network_pool: Option<Arc<Pool>>,
+    /// What it may use of the host.
+    pub limits: Limits,
+    /// Where events go (denied egress, limits reached); absent: nowhere.
+    pub events: Option<EventSender>,
     /// Looked at while waiting: give up when it returns true.
     pub cancelled: Option<fn() -> bool>,
+    /// The sandbox's id: a word of letters, digits and `-`; absent: a new one.
+    pub id: Option<String>,
+    /// The sandbox outlives this process, in a directory of its own below this one, from which
+    /// [`Sandbox::adopt`] takes it over. Absent: it ends with this process.
+    pub outlive: Option<PathBuf>,
+    /// The sandbox continues the run that was frozen: the environment of that run stays.
+    pub continues: bool,
 }
 
 impl Default for SandboxOptions {
@@ -155,7 +192,14 @@ impl Default for SandboxOptions {
             ready_timeout: Duration::from_secs(60),
             hostname: None,
             env: Vec::new(),
+            egress: Egress::default(),
+            network_pool: None,
+            limits: Limits::default(),
+            events: None,
             cancelled: None,
+            id: None,
+            outlive: None,
+            continues: false,
         }
     }
 }
@@ -179,9 +223,14 @@ pub struct Sandbox {
     // Dropped in this order: the machine first, then its directory.
     monitor: Monitor,
     first: Option<Client<UnixStream>>,
+    lease: Option<Lease>,
+    cgroup: Option<Cgroup>,
     _filler: Option<Filler>,
     rundir: RunDir,
     id: String,
+    events: Option<EventSender>,
+    /// Limits reached so far, each once.
+    hits: Vec<LimitHit>,
     timings: Timings,
     fixup: Option<FixupReport>,
 }
@@ -207,7 +256,7 @@ impl Sandbox {
             overlay: None,
             scratch: options.scratch.clone(),
             read_only: false,
-            write_limit: 0,
+            write_limit: options.limits.disk_bytes.unwrap_or(0),
         };
         let begun = Instant::now();
         let mut sandbox = Self::spawn(start, shape, disk, options, None)?;
@@ -215,6 +264,13 @@ impl Sandbox {
         sandbox.timings.ready = begun.elapsed();
         let mut client = sandbox.connect()?;
         client.configure(guest_config(process)).map_err(SandboxError::Agent)?;
+        if sandbox.lease.is_some() {
+            // The only message that brings an interface up. The rest of it does no harm.
+            let report = client.fixup(sandbox.identity(options)?).map_err(SandboxError::Agent)?;
+            if !report.complete() {
+                return Err(SandboxError::Fixup(report.items));
+            }
+        }
         sandbox.first = Some(client);
         Ok(sandbox)
     }
@@ -253,24 +309,18 @@ impl Sandbox {
             overlay: Some(files.disk.clone()),
             scratch: options.scratch.clone(),
             read_only: false,
-            write_limit: 0,
+            write_limit: options.limits.disk_bytes.unwrap_or(0),
         };
         let begun = Instant::now();
         let mut sandbox = Self::spawn(start, shape, disk, options, fill)?;
         sandbox.wait_started(begun, options)?;
         let mut client = sandbox.connect()?;
-        let fixup = Fixup {
-            entropy: random()?,
-            instance_id: sandbox.id.clone(),
-            hostname: options.hostname.clone().unwrap_or_else(|| sandbox.id.clone()),
-            machine_id: random()?,
-            env: options.env.clone(),
-            ssh_host_keys: true,
-            network: None,
-            // Last, so that it is as fresh as can be.
-            realtime_ns: realtime_ns(),
-        };
-        let report = client.fixup(fixup).map_err(|error| sandbox.blame(error))?;
+        let fixup = sandbox.identity(options)?;
+        let report = match options.continues {
+            true => client.fixup_keeping_env(fixup),
+            false => client.fixup(fixup),
+        }
+        .map_err(|error| sandbox.blame(error))?;
         if !report.complete() {
             return Err(SandboxError::Fixup(report.items));
         }
@@ -278,6 +328,29 @@ impl Sandbox {
         sandbox.fixup = Some(report);
         sandbox.first = Some(client);
         Ok(sandbox)
+    }
+
+    /// What makes the machine its own.
+    fn identity(&self, options: &SandboxOptions) -> Result<Fixup, SandboxError> {
+        let network = self.lease.is_some().then(|| NetworkConfig {
+            interface: INTERFACE.to_owned(),
+            mac: Some(GUEST_MAC),
+            address: GUEST.octets(),
+            prefix: PREFIX,
+            gateway: Some(GATEWAY.octets()),
+            dns: vec![GATEWAY.octets()],
+        });
+        Ok(Fixup {
+            entropy: random()?,
+            instance_id: self.id.clone(),
+            hostname: options.hostname.clone().unwrap_or_else(|| self.id.clone()),
+            machine_id: random()?,
+            env: options.env.clone(),
+            ssh_host_keys: true,
+            network,
+            // Last, so that it is as fresh as can be.
+            realtime_ns: realtime_ns(),
+        })
     }
 
     fn spawn(
@@ -288,10 +361,23 @@ impl Sandbox {
         fill: Option<(&Path, Arc<dyn Fill>)>,
     ) -> Result<Self, SandboxError> {
         let program = programs::vmm()?;
-        rundir::sweep();
-        let id = new_id()?;
-        let rundir = RunDir::create(&id)
-            .map_err(|source| SandboxError::RunDir { path: rundir::base().join(&id), source })?;
+        let id = options.id.clone().map_or_else(new_id, Ok)?;
+        let base = options.outlive.clone().unwrap_or_else(|| {
+            rundir::sweep();
+            rundir::base()
+        });
+        let failed = |source| SandboxError::RunDir { path: base.join(&id), source };
+        let rundir = RunDir::create_in(&base, &id).map_err(failed)?;
+        let lock = rundir.shared_lock().map_err(failed)?;
+        let lease = way_out(&id, options)?;
+        // What of the disk can end up in the monitor's own memory.
+        let overlay = match &options.scratch {
+            Some(_) => 0,
+            None => overlay_most(&disk),
+        };
+        let (cgroup, layer) = group(&id, &options.limits, shape, overlay)?;
+        let tap = lease.as_ref().map(|_| Tap::Passed);
+        let lifetime = options.limits.lifetime;
         let filler = match fill {
             None => None,
             Some((memory, fill)) => {
@@ -307,18 +393,123 @@ impl Sandbox {
             start,
             disks: vec![disk],
             vsock: Some(Vsock { guest_cid: GUEST_CID, socket: rundir.socket() }),
-            net: None,
+            // Always there, so that every snapshot can be given a network.
+            net: Some(Net { tap, mac: GUEST_MAC }),
             rng: true,
             console: Some(rundir.console()),
             console_limit: 4 << 20,
+            lifetime_ms: lifetime.map(|life| u64::try_from(life.as_millis()).unwrap_or(u64::MAX)),
+            control: options.outlive.is_some().then(|| rundir.control()),
             jail: options.jail.clone(),
             filling: filler
                 .is_some()
                 .then(|| vmm::Filling { socket: rundir.filling(), memory: pager::available() }),
         };
-        let monitor = Monitor::spawn(&program, &config, &rundir.monitor_log())?;
-        let timings = Timings::default();
-        Ok(Self { monitor, first: None, _filler: filler, rundir, id, timings, fixup: None })
+        let tap = lease.as_ref().map(Lease::tap);
+        let log = rundir.monitor_log();
+        let monitor = Monitor::spawn(&program, &config, &log, lock, tap, cgroup.as_ref())?;
+        let timings = Timings { jail: layer.into_iter().collect(), ..Timings::default() };
+        let events = options.events.clone();
+        Ok(Self {
+            monitor,
+            first: None,
+            lease,
+            cgroup,
+            _filler: filler,
+            rundir,
+            id,
+            events,
+            hits: Vec::new(),
+            timings,
+            fixup: None,
+        })
+    }
+
+    /// Takes over the sandbox that lives in `directory` and belongs to nobody any more. Its timings
+    /// are not known any more, but the isolation layers are.
+    ///
+    /// # Errors
+    /// [`SandboxError::Monitor`] when it does not answer; it is left alone then.
+    pub fn adopt(directory: &Path) -> Result<Self, SandboxError> {
+        let mut rundir = RunDir::adopt(directory);
+        rundir.leave();
+        let (monitor, status) = Monitor::adopt(&rundir.control(), &rundir.monitor_log())?;
+        let id = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let timings = Timings { jail: status.jail, ..Timings::default() };
+        let rundir = RunDir::adopt(directory);
+        let cgroup = Cgroup::find(&id);
+        Ok(Self {
+            monitor,
+            first: None,
+            lease: None,
+            cgroup,
+            _filler: None,
+            rundir,
+            id,
+            events: None,
+            hits: Vec::new(),
+            timings,
+            fixup: None,
+        })
+    }
+
+    /// Lets go of a sandbox that was made to outlive this process.
+    pub fn detach(mut self) {
+        self.rundir.leave();
+        if let Some(group) = self.cgroup.take() {
+            group.leave();
+        }
+        self.monitor.detach();
+    }
+
+    /// What it was denied of the network so far; absent: it has none.
+    #[must_use]
+    pub fn egress_counts(&self) -> Option<EgressCounts> {
+        self.lease.as_ref().map(Lease::counts)
+    }
+
+    /// The limits it has reached so far, each once; looks, and does not wait.
+    pub fn limit_hits(&mut self) -> &[LimitHit] {
+        let _ = self.ended_by_itself();
+        if let Some(group) = &self.cgroup {
+            let (kills, denied, throttled) =
+                (group.memory_kills(), group.pids_denied(), group.throttled());
+            if kills > 0 {
+                self.hit(Limit::Memory, "it needed more host memory than it may have");
+            }
+            if denied > 0 {
+                self.hit(Limit::Pids, "its monitor wanted more threads than it may have");
+            }
+            if throttled > 0 {
+                self.hit(Limit::Cpu, "it was held back to its share of the processors");
+            }
+        }
+        &self.hits
+    }
+
+    fn hit(&mut self, limit: Limit, detail: &str) {
+        if self.hits.iter().any(|hit| hit.limit == limit) {
+            return;
+        }
+        let hit = LimitHit { limit, detail: detail.to_owned() };
+        self.hits.push(hit.clone());
+        if let Some(events) = &self.events {
+            let (sandbox, at) = (self.id.clone(), SystemTime::now());
+            let _ = events.try_send(SandboxEvent { sandbox, at, kind: EventKind::LimitHit(hit) });
+        }
+    }
+
+    /// How the machine ended, if it has; looks, and does not wait.
+    pub fn ended_by_itself(&mut self) -> Option<SandboxError> {
+        loop {
+            let soon = Instant::now() + Duration::from_millis(1);
+            let event = self.monitor.next_event(soon).map_err(|error| self.gone(error));
+            match event.and_then(|event| self.unless_ended(event)) {
+                Ok(_) => {}
+                Err(SandboxError::Monitor(MonitorError::Timeout(_))) => return None,
+                Err(ended) => return Some(ended),
+            }
+        }
     }
 
     /// Waits until the vCPUs run.
@@ -331,7 +522,7 @@ impl Sandbox {
             if let Event::Started { stages, jail } = self.next_event(begun, options)? {
                 self.timings.started = begun.elapsed();
                 self.timings.stages = stages;
-                self.timings.jail = jail;
+                self.timings.jail.splice(0..0, jail);
                 return Ok(());
             }
         }
@@ -364,21 +555,7 @@ impl Sandbox {
             }
             let soon = Instant::now() + Duration::from_millis(200);
             match self.monitor.next_event(limit.min(soon)) {
-                Ok(Event::Failed { kind, message }) => {
-                    return Err(MonitorError::Failed { kind, message }.into());
-                }
-                Ok(Event::Stopped { reason, detail }) => {
-                    let how = match reason {
-                        StopReason::PowerOff => "it switched itself off",
-                        StopReason::Reset => "it reset itself, as after a kernel panic",
-                        StopReason::Crash => "its processor stopped",
-                        StopReason::Quit => "it was ended",
-                    };
-                    let detail =
-                        if detail.is_empty() { String::new() } else { format!(": {detail}") };
-                    return Err(self.ended(format!("{how}{detail}")));
-                }
-                Ok(event) => return Ok(event),
+                Ok(event) => return self.unless_ended(event),
                 Err(MonitorError::Timeout(_)) if Instant::now() >= limit => {
                     return Err(SandboxError::NotReady {
                         after: options.ready_timeout,
@@ -386,9 +563,54 @@ impl Sandbox {
                     });
                 }
                 Err(MonitorError::Timeout(_)) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(self.gone(error)),
             }
         }
+    }
+
+    /// The event, unless it says that the machine is gone.
+    fn unless_ended(&mut self, event: Event) -> Result<Event, SandboxError> {
+        match event {
+            Event::DiskFull { .. } => {
+                self.hit(
+                    Limit::Disk,
+                    "it wrote as much to its disk as it may; further writes fail",
+                );
+                Ok(event)
+            }
+            Event::Stopped { reason: StopReason::Expired, .. } => {
+                self.hit(Limit::Lifetime, "its lifetime is over");
+                Err(self.limit(Limit::Lifetime))
+            }
+            Event::Failed { kind, message } => Err(MonitorError::Failed { kind, message }.into()),
+            Event::Stopped { reason, detail } => {
+                let how = match reason {
+                    StopReason::PowerOff => "it switched itself off",
+                    StopReason::Reset => "it reset itself, as after a kernel panic",
+                    StopReason::Crash => "its processor stopped",
+                    StopReason::Quit | StopReason::Expired => "it was ended",
+                };
+                let detail = if detail.is_empty() { String::new() } else { format!(": {detail}") };
+                Err(self.ended(format!("{how}{detail}")))
+            }
+            event => Ok(event),
+        }
+    }
+
+    /// Why a monitor that is gone is gone, as far as its group knows.
+    fn gone(&mut self, error: MonitorError) -> SandboxError {
+        let killed = self.cgroup.as_ref().is_some_and(|group| group.memory_kills() > 0);
+        if matches!(error, MonitorError::Died { .. }) && killed {
+            self.hit(Limit::Memory, "it needed more host memory than it may have");
+            return self.limit(Limit::Memory);
+        }
+        error.into()
+    }
+
+    fn limit(&self, limit: Limit) -> SandboxError {
+        let hit = self.hits.iter().find(|hit| hit.limit == limit);
+        let detail = hit.map(|hit| hit.detail.clone()).unwrap_or_default();
+        SandboxError::Limit(LimitHit { limit, detail })
     }
 
     fn ended(&self, reason: String) -> SandboxError {
@@ -404,9 +626,11 @@ impl Sandbox {
             match self.next_event(begun, &options) {
                 // Of no matter; the end may come after it.
                 Ok(_) => {}
-                Err(ended @ (SandboxError::GuestEnded { .. } | SandboxError::Monitor(_))) => {
-                    return ended;
-                }
+                Err(
+                    ended @ (SandboxError::GuestEnded { .. }
+                    | SandboxError::Limit(_)
+                    | SandboxError::Monitor(_)),
+                ) => return ended,
                 Err(_) => return SandboxError::Agent(error),
             }
         }
@@ -422,6 +646,12 @@ impl Sandbox {
     #[must_use]
     pub fn monitor_pid(&self) -> u32 {
         self.monitor.pid()
+    }
+
+    /// The sandbox's own directory.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        self.rundir.path()
     }
 
     /// Where the guest's console goes.
@@ -491,8 +721,6 @@ impl Sandbox {
         files: &FreezeFiles,
         memory: FreezeMemory,
     ) -> Result<Frozen, SandboxError> {
-        let begun = Instant::now();
-        let mut client = self.connect()?;
         let request = QuiesceRequest {
             end_sessions: false,
             freeze: true,
@@ -502,6 +730,50 @@ impl Sandbox {
             zero_free_memory: (!memory.keep_free_memory).then(ZeroFill::default),
             close_connections: true,
         };
+        self.write_frozen(files, request)
+    }
+
+    /// Freezes the machine as it is, as quickly as may be, and writes it into `files`: user
+    /// processes stopped where they are, connections closed. The machine stands still until
+    /// [`Sandbox::thaw`]. Running commands are ended if `end_sessions`, else a failure.
+    ///
+    /// # Errors
+    /// See [`SandboxError`]; the files are then incomplete, and the machine may stand still.
+    pub fn suspend(
+        &mut self,
+        files: &FreezeFiles,
+        end_sessions: bool,
+    ) -> Result<Frozen, SandboxError> {
+        let request = QuiesceRequest {
+            end_sessions,
+            freeze: true,
+            forget_identity: true,
+            sync: true,
+            drop_caches: false,
+            zero_free_memory: None,
+            close_connections: true,
+        };
+        self.write_frozen(files, request)
+    }
+
+    /// Lets a machine go on that stands still after [`Sandbox::suspend`], or after one that failed.
+    ///
+    /// # Errors
+    /// See [`SandboxError`]; the machine is of no use then.
+    pub fn thaw(&mut self) -> Result<(), SandboxError> {
+        self.monitor.resume()?;
+        self.first = None;
+        let mut client = self.connect()?;
+        client.thaw().map_err(|error| self.blame(error))
+    }
+
+    fn write_frozen(
+        &mut self,
+        files: &FreezeFiles,
+        request: QuiesceRequest,
+    ) -> Result<Frozen, SandboxError> {
+        let begun = Instant::now();
+        let mut client = self.connect()?;
         let report = client.quiesce(request).map_err(SandboxError::Agent)?;
         drop(client);
         if !report.complete() {
@@ -564,6 +836,45 @@ pub struct Frozen {
     pub total: Duration,
 }
 
+/// The sandbox's network, if it may reach anything.
+fn way_out(id: &str, options: &SandboxOptions) -> Result<Option<Lease>, SandboxError> {
+    if options.egress.is_none() {
+        return Ok(None);
+    }
+    let events = options.events.clone();
+    let lease = match &options.network_pool {
+        Some(pool) => pool.take(id, &options.egress, events)?,
+        None => Pool::new(PoolOptions::default())?.take(id, &options.egress, events)?,
+    };
+    Ok(Some(lease))
+}
+
+/// A group with the sandbox's limits, and its name among the active layers.
+fn group(
+    id: &str,
+    limits: &Limits,
+    shape: MachineShape,
+    overlay: u64,
+) -> Result<(Option<Cgroup>, Option<String>), SandboxError> {
+    if limits.cgroup == CgroupPolicy::Off {
+        return Ok((None, None));
+    }
+    match Cgroup::create(id, &limits.shares(shape, overlay)) {
+        Ok(group) => {
+            let name = group.describe();
+            Ok((Some(group), Some(name)))
+        }
+        Err(error) if limits.cgroup == CgroupPolicy::Required => Err(error.into()),
+        Err(error) => Ok((None, Some(format!("no_cgroup: {error}")))),
+    }
+}
+
+/// Most bytes of a disk's private overlay.
+fn overlay_most(disk: &Disk) -> u64 {
+    let size = std::fs::metadata(&disk.base).map_or(0, |metadata| metadata.len());
+    if disk.write_limit == 0 { size } else { size.min(disk.write_limit) }
+}
+
 fn guest_config(process: &ProcessConfig) -> GuestConfig {
     GuestConfig {
         env: process.env.iter().map(|entry| entry.clone().into_bytes()).collect(),
@@ -579,7 +890,10 @@ fn random<const N: usize>() -> Result<[u8; N], SandboxError> {
 }
 
 /// Twelve letters and digits, the first a letter: a host name, a file name, and easy to say.
-fn new_id() -> Result<String, SandboxError> {
+///
+/// # Errors
+/// [`SandboxError::Entropy`].
+pub fn new_id() -> Result<String, SandboxError> {
     const LETTERS: &[u8; 32] = b"abcdefghjkmnpqrstvwxyz0123456789";
     let bytes: [u8; 12] = random()?;
     let letter = |(index, byte): (usize, &u8)| {

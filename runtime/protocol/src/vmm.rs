@@ -5,7 +5,10 @@
 //! the host sends is a [`VmmConfig`]; the monitor opens everything named there, then drops its
 //! privileges, starts the guest and answers with events. After that the host sends [`Request`]s
 //! and gets exactly one [`Message::Reply`] for each, in order; [`Message::Event`]s come whenever
-//! they happen. When the channel closes, the monitor ends the guest and exits.
+//! they happen. When the channel closes, the monitor ends the guest and exits; unless the
+//! configuration names a [`VmmConfig::control`] socket: then it goes on and listens there for the
+//! host to come back. Whoever connects as the same user takes the channel over, one at a time, and
+//! speaks [`Request`]s at once. Events that nobody was there to hear are lost.
 
 use std::path::PathBuf;
 
@@ -67,6 +70,12 @@ pub struct VmmConfig {
     /// The most bytes kept of the console's output; the rest is dropped with one line saying so.
     #[serde(default = "default_console_limit")]
     pub console_limit: u64,
+    /// How long the machine lives, in milliseconds from its start; absent: as long as the host wants.
+    #[serde(default)]
+    pub lifetime_ms: Option<u64>,
+    /// Outlive the control channel, and listen here for the host to come back.
+    #[serde(default)]
+    pub control: Option<PathBuf>,
     /// How tightly the monitor locks itself in.
     #[serde(default)]
     pub jail: Jail,
@@ -155,14 +164,27 @@ pub struct Vsock {
     pub socket: PathBuf,
 }
 
-/// A virtio network device on an existing tap interface.
+/// A virtio network device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Net {
-    /// The tap's name.
-    pub tap: String,
+    /// What is behind it. Without anything it leads nowhere: what the guest sends is dropped,
+    /// nothing arrives, and a frozen machine that has no such device is restored all the same.
+    #[serde(default)]
+    pub tap: Option<Tap>,
     /// The guest's hardware address.
     pub mac: [u8; 6],
+}
+
+/// An existing tap interface.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub enum Tap {
+    /// Of the monitor's own network namespace, by name.
+    Name(String),
+    /// Of any namespace: its open descriptor, with virtio headers of 12 bytes, came along with the
+    /// configuration's bytes as `SCM_RIGHTS`.
+    Passed,
 }
 
 /// How tightly the monitor locks itself in once everything is open.
@@ -290,6 +312,11 @@ pub enum Event {
         /// What it wrote.
         value: u32,
     },
+    /// The guest wrote as much to a disk as it may; further writes fail. Told once for each disk.
+    DiskFull {
+        /// Its place in [`VmmConfig::disks`].
+        disk: u32,
+    },
     /// The guest is gone; the monitor exits next.
     Stopped {
         /// Why.
@@ -319,4 +346,6 @@ pub enum StopReason {
     Crash,
     /// The host asked.
     Quit,
+    /// [`VmmConfig::lifetime_ms`] is over.
+    Expired,
 }

@@ -1,12 +1,15 @@
-//! The control channel: one inherited stream socket, JSON lines both ways, descriptors along with
-//! requests.
+//! The control channel: one stream socket, JSON lines both ways, descriptors along with requests.
+//!
+//! The first channel is inherited. A monitor that is to outlive it has a [`Door`] besides, a
+//! listening socket at which the host can take the channel over once the last one has closed.
 
 use std::collections::VecDeque;
 use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, PoisonError};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use parbake_protocol::vmm::{Event, MAX_LINE, Message, Reply};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -16,13 +19,18 @@ const MAX_FILES: usize = 64;
 
 /// The sending side; shared by all threads.
 pub struct Events {
-    socket: Mutex<UnixStream>,
+    socket: Mutex<Arc<UnixStream>>,
 }
 
 impl Events {
     /// Sends on `socket`.
-    pub fn new(socket: UnixStream) -> Self {
+    pub fn new(socket: Arc<UnixStream>) -> Self {
         Self { socket: Mutex::new(socket) }
+    }
+
+    /// Sends on another socket from now on.
+    pub fn redirect(&self, socket: Arc<UnixStream>) {
+        *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = socket;
     }
 
     /// Reports an event. A host that is gone does not hear it; the event loop notices that.
@@ -39,8 +47,8 @@ impl Events {
         let Ok(mut line) = serde_json::to_vec(message) else { return };
         line.push(b'\n');
         // One write for a line, under the lock: lines never interleave.
-        let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = socket.write_all(&line);
+        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = (&**socket).write_all(&line);
     }
 }
 
@@ -63,7 +71,7 @@ pub enum ControlError {
 
 /// The receiving side.
 pub struct Requests {
-    socket: UnixStream,
+    socket: Arc<UnixStream>,
     buffer: Vec<u8>,
     /// How much of `buffer` is known to hold no line end.
     searched: usize,
@@ -72,13 +80,18 @@ pub struct Requests {
 
 impl Requests {
     /// Receives from `socket`.
-    pub fn new(socket: UnixStream) -> Self {
+    pub fn new(socket: Arc<UnixStream>) -> Self {
         Self { socket, buffer: Vec::new(), searched: 0, files: VecDeque::new() }
     }
 
     /// For waiting until there is something to [`Self::receive`].
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+
+    /// Tells the host that nobody listens any more.
+    pub fn hang_up(&self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }
 
     /// Reads once from the socket; blocks if there is nothing.
@@ -151,13 +164,42 @@ impl Requests {
     }
 }
 
+/// Where the host comes back to a monitor that outlived its channel.
+pub struct Door {
+    listener: UnixListener,
+    owner: u32,
+}
+
+impl Door {
+    /// Listens at `path`, for processes of this process's user.
+    ///
+    /// # Errors
+    /// The socket's.
+    pub fn open(path: &Path) -> std::io::Result<Self> {
+        let owner = rustix::process::geteuid().as_raw();
+        Ok(Self { listener: UnixListener::bind(path)?, owner })
+    }
+
+    /// For waiting until somebody knocks.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+
+    /// Lets in who knocks, if it is the owner.
+    pub fn admit(&self) -> Option<Arc<UnixStream>> {
+        let (socket, _) = self.listener.accept().ok()?;
+        let peer = rustix::net::sockopt::socket_peercred(&socket).ok()?;
+        (peer.uid.as_raw() == self.owner).then(|| Arc::new(socket))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn pair() -> (UnixStream, Requests) {
         let (ours, theirs) = UnixStream::pair().expect("socket pair");
-        (ours, Requests::new(theirs))
+        (ours, Requests::new(Arc::new(theirs)))
     }
 
     #[test]

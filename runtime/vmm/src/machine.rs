@@ -5,9 +5,10 @@
 //! snapshot, because asking KVM for its own takes longer than creating the machine.
 #![allow(unsafe_code)]
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::Read;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -141,8 +142,11 @@ pub struct Frozen {
 }
 
 /// Builds the machine of a configuration.
+///
+/// `tap` is the descriptor that came along with a configuration that says so.
 pub fn open(
     config: &VmmConfig,
+    tap: Option<OwnedFd>,
     events: &Arc<Events>,
     stages: &mut Stages,
 ) -> Result<Machine, Failure> {
@@ -154,16 +158,37 @@ pub fn open(
             let initramfs =
                 initramfs.as_deref().map(open_for_reading).transpose().map_err(Failure::Kernel)?;
             stages.mark("open");
-            cold(config, events, console, (kernel, initramfs, cmdline), stages)
+            cold(config, tap, events, console, (kernel, initramfs, cmdline), stages)
         }
         Start::Restore { state, memory, generation_id, paused } => {
             let state = read_state(state)?;
             let image = open_for_reading(memory).map_err(Failure::Memory)?;
             stages.mark("state");
-            let mut machine = thaw(config, events, console, state, &image, *generation_id, stages)?;
+            let config = fitting(config, &state.shape)?;
+            let frozen = (state, &image, *generation_id);
+            let mut machine = thaw(&config, tap, events, console, frozen, stages)?;
             machine.paused = *paused;
             Ok(machine)
         }
+    }
+}
+
+/// The configuration without a network device that leads nowhere, for a machine that was frozen
+/// without one.
+fn fitting<'a>(config: &'a VmmConfig, frozen: &Shape) -> Result<Cow<'a, VmmConfig>, Failure> {
+    match &config.net {
+        Some(net) if frozen.devices.iter().all(|kind| kind != "net") => {
+            if net.tap.is_some() {
+                return Err(StateError::Mismatch(
+                    "it was taken of a machine without a network device; bake the template anew to \
+                     give its sandboxes a network"
+                        .into(),
+                )
+                .into());
+            }
+            Ok(Cow::Owned(VmmConfig { net: None, ..config.clone() }))
+        }
+        _ => Ok(Cow::Borrowed(config)),
     }
 }
 
@@ -263,12 +288,13 @@ fn event() -> Result<EventFd, Failure> {
 /// Opens the configured devices and wires them to the machine.
 fn devices(
     config: &VmmConfig,
+    tap: Option<OwnedFd>,
     vm: &VmFd,
     memory: &GuestMemoryMmap,
     filling: Option<&Filling>,
 ) -> Result<Devices, Failure> {
     let mut all = Vec::new();
-    for (index, device) in open_devices(config, filling)?.into_iter().enumerate() {
+    for (index, device) in open_devices(config, tap, filling)?.into_iter().enumerate() {
         let (address, gsi) = acpi::virtio_window(index);
         let transport = MmioTransport::new(device, memory.clone(), line(vm, gsi)?)
             .map_err(|e| Failure::Device(e.to_string()))?;
@@ -283,6 +309,7 @@ fn devices(
 
 fn open_devices(
     config: &VmmConfig,
+    tap: Option<OwnedFd>,
     filling: Option<&Filling>,
 ) -> Result<Vec<Box<dyn VirtioDevice>>, Failure> {
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
@@ -299,7 +326,7 @@ fn open_devices(
         devices.push(Box::new(vsock));
     }
     if let Some(net) = &config.net {
-        let net = Net::open(net).map_err(|e| Failure::Device(e.to_string()))?;
+        let net = Net::open(net, tap).map_err(|e| Failure::Device(e.to_string()))?;
         devices.push(Box::new(net));
     }
     if config.rng {
@@ -324,6 +351,7 @@ fn create_vcpus(vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, Failure> {
 
 fn cold(
     config: &VmmConfig,
+    tap: Option<OwnedFd>,
     events: &Arc<Events>,
     console: Option<File>,
     (mut kernel, mut initramfs, cmdline): (File, Option<File>, &str),
@@ -351,7 +379,7 @@ fn cold(
         }
     }
     stages.mark("vcpus");
-    let devices = Arc::new(devices(config, &vm, &memory, None)?);
+    let devices = Arc::new(devices(config, tap, &vm, &memory, None)?);
     let ports = Ports::new(console, config.console_limit, line(&vm, layout::SERIAL_GSI)?);
     let generation_event = line(&vm, layout::GED_GSI)?;
     stages.mark("devices");
@@ -414,11 +442,10 @@ fn enter(fd: &VcpuFd, entry: Entry) -> Result<(), Failure> {
 
 fn thaw(
     config: &VmmConfig,
+    tap: Option<OwnedFd>,
     events: &Arc<Events>,
     console: Option<File>,
-    state: MachineState,
-    image: &File,
-    generation_id: [u8; 16],
+    (state, image, generation_id): (MachineState, &File, [u8; 16]),
     stages: &mut Stages,
 ) -> Result<Machine, Failure> {
     let shape = shape(config, state.shape.generation);
@@ -454,7 +481,7 @@ fn thaw(
     restore::irqchip(&vm, &state.irqchip)?;
     stages.mark("cpu_state");
 
-    let devices = Arc::new(devices(config, &vm, &memory, filling.as_ref())?);
+    let devices = Arc::new(devices(config, tap, &vm, &memory, filling.as_ref())?);
     for (index, saved) in state.devices.iter().enumerate() {
         let saved: SavedTransport = from_bytes(VIRTIO, saved)?;
         devices.lock(index).restore(&saved).map_err(|e| match e {

@@ -4,9 +4,10 @@
 use std::os::fd::{BorrowedFd, FromRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
-use parbake_protocol::vmm::{Event, VmmConfig};
-use parbake_vmm::control::{Events, Requests};
+use parbake_protocol::vmm::{Event, Tap, VmmConfig};
+use parbake_vmm::control::{Door, Events, Requests};
 use parbake_vmm::error::Failure;
 use parbake_vmm::jail::{self, Filters};
 use parbake_vmm::machine::{self, Stages};
@@ -60,8 +61,8 @@ fn adopt(number: RawFd) -> Option<UnixStream> {
 }
 
 fn control(socket: UnixStream, stages: Stages) -> i32 {
-    let Ok(sender) = socket.try_clone() else { return 1 };
-    let events = Arc::new(Events::new(sender));
+    let socket = Arc::new(socket);
+    let events = Arc::new(Events::new(Arc::clone(&socket)));
     match start(socket, &events, stages) {
         // The guest's first processor runs right here.
         Ok(first) => first.run(),
@@ -75,15 +76,27 @@ fn control(socket: UnixStream, stages: Stages) -> i32 {
     }
 }
 
-fn start(socket: UnixStream, events: &Arc<Events>, mut stages: Stages) -> Result<First, Failure> {
+fn start(
+    socket: Arc<UnixStream>,
+    events: &Arc<Events>,
+    mut stages: Stages,
+) -> Result<First, Failure> {
     let mut requests = Requests::new(socket);
     let line = requests.wait_line().map_err(|e| Failure::Config(e.to_string()))?;
     let config: VmmConfig =
         serde_json::from_slice(&line).map_err(|e| Failure::Config(e.to_string()))?;
     stages.mark("config");
     jail::check(&config)?;
-    let machine = machine::open(&config, events, &mut stages)?;
-    let poll = Poll::new(&requests, &machine.shared, &machine.devices)?;
+    let door =
+        config.control.as_deref().map(Door::open).transpose().map_err(|source| Failure::Host {
+            what: "listening for a host that comes back",
+            source,
+        })?;
+    let passed = config.net.as_ref().is_some_and(|net| net.tap == Some(Tap::Passed));
+    let tap = if passed { requests.take_files(1).and_then(|mut files| files.pop()) } else { None };
+    let machine = machine::open(&config, tap, events, &mut stages)?;
+    let lifetime = config.lifetime_ms.map(Duration::from_millis);
+    let poll = Poll::new(&requests, &machine.shared, &machine.devices, lifetime)?;
     let filters = config.jail.seccomp.then(Filters::compile).transpose()?.map(Arc::new);
     stages.mark("filters");
     let mut jail = jail::enter(&config)?;
@@ -109,6 +122,7 @@ fn start(socket: UnixStream, events: &Arc<Events>, mut stages: Stages) -> Result
         devices: machine.devices,
         frozen: machine.frozen,
         requests,
+        door,
         events: Arc::clone(events),
         paused: machine.paused,
         jail,

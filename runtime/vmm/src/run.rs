@@ -6,17 +6,21 @@
 //!     ▲                 │
 //!     └──── Resume ─────┘        guest stops, Quit or end of channel, any time ─► process exits
 //! ```
+//! With a [`Door`] the end of the channel is not the end: the loop then waits at the door, and
+//! everything else goes on as it was.
+//!
 //! One thread serves the control channel, the queues' kicks and the devices' host sides. It ends
 //! the process itself: taking a KVM machine apart takes 15 ms, and nobody should wait for it.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parbake_protocol::vmm::{Event, Reply, Request, SnapshotReport, Status, StopReason};
 use rustix::event::epoll;
 
-use crate::control::{ControlError, Events, Requests};
+use crate::control::{ControlError, Door, Events, Requests};
 use crate::device::mmio::MmioTransport;
 use crate::error::{Failure, HostContext};
 use crate::machine::{Devices, Frozen, host_fds, state_version};
@@ -35,6 +39,8 @@ pub struct Running {
     pub frozen: Frozen,
     /// The control channel.
     pub requests: Requests,
+    /// Where the host comes back after the channel has closed.
+    pub door: Option<Door>,
     /// Its other direction.
     pub events: Arc<Events>,
     /// Whether the guest starts paused.
@@ -47,7 +53,9 @@ pub struct Running {
 #[derive(Debug, Clone, Copy)]
 enum Source {
     Control,
+    Door,
     Stop,
+    Lifetime,
     Queue { device: usize, queue: usize },
     Host { device: usize },
 }
@@ -56,15 +64,29 @@ enum Source {
 pub struct Poll {
     set: OwnedFd,
     sources: Vec<Source>,
+    /// Expires with the machine's life; kept open.
+    _lifetime: Option<OwnedFd>,
 }
 
 impl Poll {
-    /// Collects everything the loop waits for.
-    pub fn new(requests: &Requests, shared: &Shared, devices: &Devices) -> Result<Self, Failure> {
+    /// Collects everything the loop waits for; `lifetime` begins now.
+    pub fn new(
+        requests: &Requests,
+        shared: &Shared,
+        devices: &Devices,
+        lifetime: Option<Duration>,
+    ) -> Result<Self, Failure> {
         let set = epoll::create(epoll::CreateFlags::CLOEXEC).host("epoll_create1")?;
-        let mut poll = Self { set, sources: Vec::new() };
+        let lifetime = lifetime.map(timer).transpose()?;
+        let mut poll = Self { set, sources: Vec::new(), _lifetime: None };
         poll.add(requests.as_fd(), Source::Control)?;
+        // Watched only while there is no channel; see `swap`.
+        poll.sources.push(Source::Door);
         poll.add(borrow(&shared.stop_event), Source::Stop)?;
+        if let Some(timer) = lifetime {
+            poll.add(timer.as_fd(), Source::Lifetime)?;
+            poll._lifetime = Some(timer);
+        }
         for device in 0..devices.all.len() {
             let transport = devices.lock(device);
             for (queue, kick) in transport.queue_events().iter().enumerate() {
@@ -77,12 +99,45 @@ impl Poll {
         Ok(poll)
     }
 
+    /// Watches `new` in place of `old`: the channel or the door.
+    fn swap(
+        &self,
+        old: BorrowedFd<'_>,
+        new: BorrowedFd<'_>,
+        source: Source,
+    ) -> Result<(), Failure> {
+        epoll::delete(&self.set, old).host("epoll_ctl")?;
+        let slot = u64::from(matches!(source, Source::Door));
+        epoll::add(&self.set, new, epoll::EventData::new_u64(slot), epoll::EventFlags::IN)
+            .host("epoll_ctl")
+    }
+
     fn add(&mut self, fd: BorrowedFd<'_>, source: Source) -> Result<(), Failure> {
         let data = epoll::EventData::new_u64(self.sources.len() as u64);
         epoll::add(&self.set, fd, data, epoll::EventFlags::IN).host("epoll_ctl")?;
         self.sources.push(source);
         Ok(())
     }
+}
+
+/// Readable once `after` has passed, which the guest's being paused does not stop.
+fn timer(after: Duration) -> Result<OwnedFd, Failure> {
+    use rustix::time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+        timerfd_settime,
+    };
+    let timer =
+        timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC).host("timerfd_create")?;
+    // Zero would switch it off.
+    let after = after.max(Duration::from_millis(1));
+    let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let value = Timespec {
+        tv_sec: i64::try_from(after.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: after.subsec_nanos().into(),
+    };
+    let setting = Itimerspec { it_interval: zero, it_value: value };
+    timerfd_settime(&timer, TimerfdTimerFlags::empty(), &setting).host("timerfd_settime")?;
+    Ok(timer)
 }
 
 /// Borrows a descriptor for the time of an `epoll_ctl`.
@@ -117,8 +172,13 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
             };
             match *source {
                 Source::Control => {
-                    if let Some(code) = running.control() {
+                    if let Some(code) = running.control(poll) {
                         return code;
+                    }
+                }
+                Source::Door => {
+                    if let Err(failure) = running.welcome(poll) {
+                        return running.fail(&failure);
                     }
                 }
                 Source::Stop => {
@@ -127,10 +187,21 @@ pub fn serve(mut running: Running, poll: &Poll) -> i32 {
                         return 0;
                     }
                 }
+                Source::Lifetime => {
+                    running.events.send(&Event::Stopped {
+                        reason: StopReason::Expired,
+                        detail: String::new(),
+                    });
+                    return 0;
+                }
                 Source::Queue { device, queue } => {
                     let mut transport = running.devices.lock(device);
                     transport.queue_event(queue);
                     report_failure(&mut transport);
+                    if transport.take_full() {
+                        let disk = u32::try_from(device).unwrap_or(u32::MAX);
+                        running.events.send(&Event::DiskFull { disk });
+                    }
                 }
                 Source::Host { device } => {
                     let mut transport = running.devices.lock(device);
@@ -159,17 +230,15 @@ impl Running {
     }
 
     /// Serves what came over the control channel; an exit code when it is time to end.
-    fn control(&mut self) -> Option<i32> {
-        match self.requests.receive() {
-            Ok(()) => {}
-            Err(ControlError::Closed) => return Some(0),
-            Err(error) => return Some(self.channel_broken(&error)),
+    fn control(&mut self, poll: &Poll) -> Option<i32> {
+        if let Err(error) = self.requests.receive() {
+            return self.channel_ended(&error, poll);
         }
         loop {
             let line = match self.requests.line() {
                 Ok(Some(line)) => line,
                 Ok(None) => return None,
-                Err(error) => return Some(self.channel_broken(&error)),
+                Err(error) => return self.channel_ended(&error, poll),
             };
             let reply = match serde_json::from_slice(&line) {
                 Ok(Request::Quit) => {
@@ -185,9 +254,29 @@ impl Running {
         }
     }
 
-    fn channel_broken(&self, error: &ControlError) -> i32 {
+    /// The end, or waiting at the door. A host that sends nonsense is as good as gone.
+    fn channel_ended(&self, error: &ControlError, poll: &Poll) -> Option<i32> {
+        if let Some(door) = &self.door {
+            let waiting = poll.swap(self.requests.as_fd(), door.as_fd(), Source::Door);
+            self.requests.hang_up();
+            return waiting.err().map(|failure| self.fail(&failure));
+        }
+        if matches!(error, ControlError::Closed) {
+            return Some(0);
+        }
         self.events.send(&Event::Failed { kind: "config".into(), message: error.to_string() });
-        1
+        Some(1)
+    }
+
+    /// Takes a new channel, if who knocks may have it.
+    fn welcome(&mut self, poll: &Poll) -> Result<(), Failure> {
+        let Some(door) = &self.door else { return Ok(()) };
+        let Some(socket) = door.admit() else { return Ok(()) };
+        let requests = Requests::new(std::sync::Arc::clone(&socket));
+        poll.swap(door.as_fd(), requests.as_fd(), Source::Control)?;
+        self.requests = requests;
+        self.events.redirect(socket);
+        Ok(())
     }
 
     fn request(&mut self, request: &Request) -> Reply {

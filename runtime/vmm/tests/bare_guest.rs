@@ -5,7 +5,7 @@
 
 mod support;
 
-use parbake_protocol::vmm::{Event, Reply, Request, StopReason, doorbell};
+use parbake_protocol::vmm::{Event, Net, Reply, Request, StopReason, Tap, doorbell};
 use support::{Monitor, boot, guest, number, restore, spawn};
 
 /// Boots the ticker and returns it with its nonce.
@@ -61,6 +61,64 @@ fn a_paused_guest_stands_still_until_resumed() {
     let Event::Doorbell { value } = monitor.event() else { panic!("no beat") };
     assert_eq!(value >> 29, 1);
     monitor.quit();
+}
+
+#[test]
+fn a_lifetime_ends_the_machine_and_says_so() {
+    needs_kvm!();
+    let mut config = boot(&guest("ticker"), 16);
+    config.lifetime_ms = Some(700);
+    let mut monitor = spawn(&config);
+    monitor.started();
+    // Standing still does not prolong it.
+    assert_eq!(monitor.request(&Request::Pause), Reply::Done);
+    let reason = loop {
+        if let Event::Stopped { reason, .. } = monitor.event() {
+            break reason;
+        }
+    };
+    assert_eq!(reason, StopReason::Expired);
+    let lived = monitor.spawned.elapsed().as_millis();
+    assert!((600..5000).contains(&lived), "{lived} ms");
+    assert_eq!(monitor.wait(), 0);
+}
+
+#[test]
+fn a_network_device_that_leads_nowhere_fits_every_snapshot() {
+    needs_kvm!();
+    let nowhere = Some(Net { tap: None, mac: [2, 0, 0, 0, 0, 1] });
+    let directory = tempfile::tempdir().expect("directory");
+    // Frozen without one, as before there was any; and with one.
+    for (index, net) in [None, nowhere.clone()].into_iter().enumerate() {
+        let place = directory.path().join(index.to_string());
+        std::fs::create_dir(&place).expect("directory");
+        let mut config = boot(&guest("ticker"), 16);
+        config.net = net;
+        let mut monitor = spawn(&config);
+        monitor.started();
+        assert_eq!(monitor.doorbell(), doorbell::READY);
+        monitor.doorbell();
+        let (snapshot, _) = monitor.freeze(&place, 0);
+        monitor.quit();
+        let mut restored = restore(&config, &snapshot);
+        restored.net = nowhere.clone();
+        let mut monitor = spawn(&restored);
+        monitor.started();
+        let Event::Doorbell { .. } = monitor.event() else { panic!("no beat") };
+        monitor.quit();
+    }
+    // A network is another matter.
+    let place = directory.path().join("0");
+    let snapshot = support::Snapshot {
+        state: place.join("state"),
+        memory: place.join("memory"),
+        disks: Vec::new(),
+    };
+    let mut restored = restore(&boot(&guest("ticker"), 16), &snapshot);
+    restored.net = Some(Net { tap: Some(Tap::Passed), mac: [2, 0, 0, 0, 0, 1] });
+    let (kind, message) = spawn(&restored).failed();
+    assert_eq!(kind, "mismatch", "{message}");
+    assert!(message.contains("bake"), "{message}");
 }
 
 #[test]

@@ -173,11 +173,36 @@ impl<S: Stream> Client<S> {
     /// # Errors
     /// See [`ClientError`].
     pub fn fixup(&mut self, fixup: Fixup) -> Result<FixupReport, ClientError> {
+        self.fix_up(fixup, Request::Fixup)
+    }
+
+    /// As [`Client::fixup`], for a machine that continues another one's run: the environment of
+    /// that run stays.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn fixup_keeping_env(&mut self, fixup: Fixup) -> Result<FixupReport, ClientError> {
+        self.fix_up(fixup, Request::FixupKeepingEnv)
+    }
+
+    fn fix_up(
+        &mut self,
+        fixup: Fixup,
+        request: fn(Box<Fixup>) -> Request,
+    ) -> Result<FixupReport, ClientError> {
         let least = if fixup.ssh_host_keys { KEYS_TIMEOUT } else { Duration::ZERO };
-        match self.call_for(least, Request::Fixup(Box::new(fixup)))? {
+        match self.call_for(least, request(Box::new(fixup)))? {
             Reply::Fixup(report) => Ok(report),
             _ => Err(ClientError::Unexpected),
         }
+    }
+
+    /// Lets user processes run again after a quiesce that was followed by no restore.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn thaw(&mut self) -> Result<(), ClientError> {
+        self.done(Request::Thaw)
     }
 
     /// Asks the guest to sync and switch itself off. The stream may end before the answer.
@@ -250,9 +275,23 @@ impl<S: Stream> Client<S> {
     /// # Errors
     /// See [`ClientError`]; part of the data may have been written to `sink` by then.
     pub fn get_file(
+        self,
+        path: &[u8],
+        limit: u64,
+        sink: impl Write,
+    ) -> Result<FileInfo, ClientError> {
+        self.get_file_after(path, limit, |_| {}, sink)
+    }
+
+    /// As [`Client::get_file`]; `opened` is told about the file before the first byte arrives.
+    ///
+    /// # Errors
+    /// See [`ClientError`]; part of the data may have been written to `sink` by then.
+    pub fn get_file_after(
         mut self,
         path: &[u8],
         limit: u64,
+        opened: impl FnOnce(&FileInfo),
         mut sink: impl Write,
     ) -> Result<FileInfo, ClientError> {
         let request = Request::Get(GetRequest { path: path.to_vec() });
@@ -260,6 +299,7 @@ impl<S: Stream> Client<S> {
             Reply::File(info) => info,
             _ => return Err(ClientError::Unexpected),
         };
+        opened(&info);
         let mut received = 0u64;
         loop {
             match self.receive()? {

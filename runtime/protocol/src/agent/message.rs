@@ -28,6 +28,11 @@ pub enum Request {
     Get(GetRequest),
     /// Switch the machine off.
     Shutdown,
+    /// As [`Request::Fixup`], for a machine that continues another one's run (a fork, a resumed
+    /// sandbox): its environment stays, [`Fixup::env`] comes on top.
+    FixupKeepingEnv(Box<Fixup>),
+    /// Let user processes run again after a quiesce that was followed by no restore.
+    Thaw,
 }
 
 /// What the agent answers to everything but exec.

@@ -86,6 +86,15 @@ pub struct Block {
     config: [u8; 60],
     id: [u8; ID],
     trouble: Trouble,
+    full: Full,
+}
+
+/// Whether the write limit has been reached.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Full {
+    No,
+    New,
+    Told,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -100,7 +109,8 @@ impl Block {
         let layers = Layers::open(disk)?;
         let config = config_space(layers.sectors());
         let read_only = disk.read_only;
-        let mut block = Self { layers, read_only, config, id: [0; ID], trouble: Trouble::None };
+        let (id, trouble, full) = ([0; ID], Trouble::None, Full::No);
+        let mut block = Self { layers, read_only, config, id, trouble, full };
         block.set_id("parbake");
         Ok(block)
     }
@@ -179,6 +189,9 @@ impl Block {
             Refused::Request(code) => return code,
             Refused::Disk(DiskError::Range) => {}
             Refused::Disk(error) => {
+                if matches!(error, DiskError::Limit) && self.full == Full::No {
+                    self.full = Full::New;
+                }
                 if matches!(self.trouble, Trouble::None) {
                     self.trouble = Trouble::New(error);
                 }
@@ -336,6 +349,14 @@ impl VirtioDevice for Block {
             "a disk request of the guest failed (later ones are not told)",
             source,
         ))
+    }
+
+    fn take_full(&mut self) -> bool {
+        let new = self.full == Full::New;
+        if new {
+            self.full = Full::Told;
+        }
+        new
     }
 
     fn overlay_bytes(&self) -> Option<u64> {

@@ -23,7 +23,7 @@ fn device(kind: usize, dir: &TempDir) -> Box<dyn VirtioDevice> {
             let (tap, _) = std::os::unix::net::UnixDatagram::pair().unwrap();
             tap.set_nonblocking(true).unwrap();
             let tap = std::fs::File::from(std::os::fd::OwnedFd::from(tap));
-            Box::new(super::net::Net::over(tap, [2, 0, 0, 0, 0, 1], |_, _| Ok(())).unwrap())
+            Box::new(super::net::Net::over(Some(tap), [2, 0, 0, 0, 0, 1], |_, _| Ok(())).unwrap())
         }
         _ => {
             let socket = dir.path().join("v");

@@ -143,6 +143,11 @@ impl MmioTransport {
         self.failure.take().or_else(|| self.device.take_trouble())
     }
 
+    /// Whether the disk has reached its write limit, the first time.
+    pub fn take_full(&mut self) -> bool {
+        self.device.take_full()
+    }
+
     /// A read in the window. Registers are 32 bits wide and aligned (4.2.2.2); anything else reads
     /// as zero. The configuration space takes any width.
     pub fn read(&mut self, offset: u64, data: &mut [u8]) {

@@ -265,6 +265,11 @@ pub trait VirtioDevice: Send {
         None
     }
 
+    /// The disk has reached its write limit: true the first time it is asked after that.
+    fn take_full(&mut self) -> bool {
+        false
+    }
+
     /// Host connections that are open and end with a snapshot. `None`: the device has none.
     fn open_connections(&self) -> Option<u32> {
         None

@@ -6,10 +6,13 @@
 //!
 //! A restored guest keeps the hardware address it was frozen with, as it will not look again; the
 //! tap it gets is another, so its offloads are set anew.
+//!
+//! A device without a tap takes every frame and drops it. Every baked machine has one, so that its
+//! sandboxes can be given a network or none.
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 
 use parbake_protocol::vmm;
 use rustix::event::epoll::EventFlags;
@@ -57,7 +60,7 @@ pub(super) type SetOffloads = fn(&File, u32) -> std::io::Result<()>;
 
 /// The network device.
 pub struct Net {
-    tap: File,
+    tap: Option<File>,
     set_offloads: SetOffloads,
     mac: [u8; 6],
     poll: Poll,
@@ -71,22 +74,33 @@ struct Saved {
 }
 
 impl Net {
-    /// Attaches to the tap interface that `config` names, which must exist.
-    pub fn open(config: &vmm::Net) -> Result<Self, DeviceError> {
-        let tap = sys::open_tap(&config.tap).map_err(|error| {
-            DeviceError::io(format!("attaching to tap interface {:?}", config.tap), error)
-        })?;
+    /// Attaches to the tap interface that `config` names, which must exist, or takes the open one
+    /// that came along.
+    pub fn open(config: &vmm::Net, passed: Option<OwnedFd>) -> Result<Self, DeviceError> {
+        let tap = match &config.tap {
+            None => None,
+            Some(vmm::Tap::Name(name)) => Some(sys::open_tap(name).map_err(|error| {
+                DeviceError::io(format!("attaching to tap interface {name:?}"), error)
+            })?),
+            Some(vmm::Tap::Passed) => Some(passed.map(File::from).ok_or_else(|| {
+                let error = std::io::Error::from(std::io::ErrorKind::NotFound);
+                DeviceError::io("taking a tap that should have come with the configuration", error)
+            })?),
+        };
         Self::over(tap, config.mac, sys::set_tap_offloads)
     }
 
     pub(super) fn over(
-        tap: File,
+        tap: Option<File>,
         mac: [u8; 6],
         set_offloads: SetOffloads,
     ) -> Result<Self, DeviceError> {
         let poll = Poll::new()?;
-        poll.watch(&tap, TOKEN, EventFlags::IN | EventFlags::ET)?;
-        Ok(Self { tap, set_offloads, mac, poll, readable: true })
+        if let Some(tap) = &tap {
+            poll.watch(tap, TOKEN, EventFlags::IN | EventFlags::ET)?;
+        }
+        let readable = tap.is_some();
+        Ok(Self { tap, set_offloads, mac, poll, readable })
     }
 
     fn apply_offloads(&self, features: u64) -> Result<(), DeviceError> {
@@ -105,7 +119,8 @@ impl Net {
         if offloads & sys::TUN_F_CSUM == 0 {
             offloads = 0;
         }
-        (self.set_offloads)(&self.tap, offloads)
+        let Some(tap) = &self.tap else { return Ok(()) };
+        (self.set_offloads)(tap, offloads)
             .map_err(|error| DeviceError::io("setting a tap's offloads", error))
     }
 
@@ -126,8 +141,10 @@ impl Net {
             }
             // Like any network card: what cannot be sent is lost. That includes headers the kernel
             // finds wrong and frames it will not take.
-            if chain.readable.len() <= LARGE_FRAME {
-                let _ = sys::writev(&self.tap, chain.readable.slices());
+            if let Some(tap) = &self.tap
+                && chain.readable.len() <= LARGE_FRAME
+            {
+                let _ = sys::writev(tap, chain.readable.slices());
             }
             ring::push_used(queue, memory, chain.head, 0)?;
             frames += 1;
@@ -142,6 +159,7 @@ impl Net {
     fn receive(&mut self, active: &mut Activation) -> Result<Progress, DeviceError> {
         let Activation { memory, queues, interrupt, features } = active;
         let Some(queue) = queues.get_mut(RX) else { return Ok(Progress::Idle) };
+        let Some(tap) = &self.tap else { return Ok(Progress::Idle) };
         let mergeable = *features & F_MRG_RXBUF != 0;
         let large = *features & (F_GUEST_TSO4 | F_GUEST_TSO6) != 0;
         let needed = if large { LARGE_FRAME } else { FRAME };
@@ -180,7 +198,7 @@ impl Net {
                 target.append(buffers);
             }
             let target = target.take(needed);
-            let len = match sys::readv(&self.tap, target.slices()) {
+            let len = match sys::readv(tap, target.slices()) {
                 Ok(len) if len > 0 => len,
                 // Nothing there; or the interface is down or gone, and if it comes back, the poll
                 // set says so.
@@ -302,7 +320,7 @@ impl VirtioDevice for Net {
         let saved: Saved = saved.decode(KIND, VERSION)?;
         self.mac = saved.mac;
         self.poll.resume()?;
-        self.readable = true;
+        self.readable = self.tap.is_some();
         active.map_or(Ok(()), |active| self.apply_offloads(active.features))
     }
 }

@@ -34,6 +34,10 @@ pub(super) fn enter(keep: Option<&Path>) -> Result<Vec<&'static str>, Failure> {
         flags |= UnshareFlags::NEWNET;
         names.push("net");
     }
+    // That one takes another process to enter: a host that wants it starts its monitors in one.
+    if rustix::process::getpid() == rustix::process::Pid::INIT {
+        names.push("pid(inherited)");
+    }
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
     if !user.is_root() {
         // Unprivileged, the others come only together with a user namespace.

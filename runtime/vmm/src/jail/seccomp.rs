@@ -124,6 +124,23 @@ impl Filters {
         events.extend(EVENTS.iter().map(|&call| (call, vec![])));
         events.insert(libc::SYS_ioctl, any_of(1, EVENTS_IOCTL)?);
         events.insert(libc::SYS_socket, any_of(0, &[libc::AF_UNIX as u64])?);
+        // Who knocks at the door.
+        let of_socket = SeccompCondition::new(
+            1,
+            SeccompCmpArgLen::Dword,
+            SeccompCmpOp::Eq,
+            libc::SOL_SOCKET as u64,
+        );
+        let credentials = SeccompCondition::new(
+            2,
+            SeccompCmpArgLen::Dword,
+            SeccompCmpOp::Eq,
+            libc::SO_PEERCRED as u64,
+        );
+        let who = of_socket
+            .and_then(|level| credentials.and_then(|name| SeccompRule::new(vec![level, name])))
+            .map_err(|e| Failure::Jail(format!("system-call filter: {e}")))?;
+        events.insert(libc::SYS_getsockopt, vec![who]);
         // Status flags of sockets; and, in debug builds, whether a descriptor is open.
         let commands = [libc::F_GETFL, libc::F_SETFL, libc::F_GETFD].map(|c| c as u64);
         events.insert(libc::SYS_fcntl, any_of(1, &commands)?);

@@ -217,6 +217,20 @@ impl Monitor {
         self.child.wait().expect("wait").code().unwrap_or(-1)
     }
 
+    /// Closes the channel and leaves the process alone.
+    pub fn abandon(self) -> Child {
+        self.child
+    }
+
+    /// Takes over the channel of a monitor that was abandoned.
+    pub fn come_back(child: Child, control: &Path) -> Self {
+        let socket = UnixStream::connect(control).expect("the monitor listens");
+        socket.set_read_timeout(Some(Duration::from_secs(10))).expect("timeout");
+        let reader = BufReader::new(socket.try_clone().expect("clone"));
+        let pending = std::collections::VecDeque::new();
+        Self { child, socket, reader, spawned: Instant::now(), pending }
+    }
+
     pub fn quit(mut self) {
         assert_eq!(self.request(&Request::Quit), Reply::Done);
         assert_eq!(self.wait(), 0);

@@ -100,6 +100,8 @@ pub fn boot(kernel: &Path, memory_mib: u32) -> VmmConfig {
         rng: false,
         console: None,
         console_limit: 1 << 20,
+        lifetime_ms: None,
+        control: None,
         jail: Jail::default(),
         filling: None,
     }

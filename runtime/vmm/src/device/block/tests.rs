@@ -173,6 +173,7 @@ fn the_write_limit_holds_and_is_given_back() {
         assert_eq!(request(&mut guest, T_OUT, 32, &overrun).0, S_IOERR);
         let told = guest.transport.take_failure().map(|failure| failure.to_string());
         assert_eq!(told.is_some_and(|told| told.contains("limit")), round == 0);
+        assert_eq!(guest.transport.take_full(), round == 0);
     }
     // What is there may be written again, and one block is left.
     write(&mut guest, 8, &[3; 3 * BLOCK]);

@@ -22,7 +22,7 @@ fn device(mac: [u8; 6]) -> (Box<Net>, UnixDatagram) {
     ours.set_nonblocking(true).unwrap();
     theirs.set_nonblocking(true).unwrap();
     let tap = File::from(OwnedFd::from(ours));
-    (Box::new(Net::over(tap, mac, record).unwrap()), theirs)
+    (Box::new(Net::over(Some(tap), mac, record).unwrap()), theirs)
 }
 
 fn frame(len: usize, seed: u8) -> Vec<u8> {
@@ -195,9 +195,36 @@ fn a_restore_mid_traffic_keeps_the_address_and_sets_offloads_again() {
 #[test]
 fn names_that_are_no_tap_are_refused() {
     for tap in ["", "lo/..", "a-name-that-is-too-long", "tap%d", "nosuchtap0"] {
-        let config = vmm::Net { tap: tap.into(), mac: MAC };
-        assert!(Net::open(&config).is_err(), "{tap:?}");
+        let config = vmm::Net { tap: Some(vmm::Tap::Name(tap.into())), mac: MAC };
+        assert!(Net::open(&config, None).is_err(), "{tap:?}");
     }
+    let config = vmm::Net { tap: Some(vmm::Tap::Passed), mac: MAC };
+    assert!(Net::open(&config, None).is_err(), "none came along");
+}
+
+#[test]
+fn a_device_without_a_tap_drops_what_it_is_given() {
+    let config = vmm::Net { tap: None, mac: MAC };
+    let mut guest = Guest::boot(Box::new(Net::open(&config, None).unwrap()), true);
+    offer(&mut guest, 60, 1536);
+    for round in 0..300 {
+        let at = guest.put(&frame(80, 2));
+        guest.offer(TX, &[(at, 92, READ)]);
+        guest.run();
+        assert_eq!(guest.finished(TX).len(), 1, "round {round}");
+    }
+    assert!(!guest.host_is_ready() && !guest.needs_reset());
+    assert_eq!(guest.finished(RX).len(), 0);
+    let frozen = guest.freeze();
+    let mut next = Guest::thaw(&frozen, Box::new(Net::open(&config, None).unwrap()));
+    next.run();
+    assert!(!next.needs_reset());
+    // And with one, later.
+    let (net, wire) = device(MAC);
+    let mut next = Guest::thaw(&frozen, net);
+    wire.send(&frame(70, 3)).unwrap();
+    next.run();
+    assert_eq!(next.finished(RX).len(), 1);
 }
 
 /// A tap of this machine's kernel, where it lets us make one.
@@ -236,8 +263,8 @@ fn a_real_tap_takes_and_gives_frames() {
         eprintln!("skipped: this machine lets us make no tap interface (needs root and `ip`)");
         return;
     };
-    let config = vmm::Net { tap: tap.name.clone(), mac: MAC };
-    let mut guest = Guest::boot(Box::new(Net::open(&config).unwrap()), true);
+    let config = vmm::Net { tap: Some(vmm::Tap::Name(tap.name.clone())), mac: MAC };
+    let mut guest = Guest::boot(Box::new(Net::open(&config, None).unwrap()), true);
     offer(&mut guest, 100, 1536);
     guest.run();
 

@@ -4,7 +4,11 @@ use parbake_cache::template::{
     CompatContract, KernelBundle, MachineShape, SCHEMA_VERSION, SnapshotManifest, TemplateManifest,
 };
 use parbake_cache::{Digest, Store, StoreError, TemplateName};
-use parbake_node::sandbox::{BootFiles, RestoreFiles};
+use parbake_protocol::agent::AGENT_PROTOCOL;
+use parbake_vmm::snapshot::contract;
+use parbake_vmm::snapshot::state::STATE_VERSION;
+
+use crate::sandbox::{BootFiles, RestoreFiles};
 
 /// A template as the store has it.
 #[derive(Debug, Clone)]
@@ -131,6 +135,32 @@ impl Template {
             .into_iter()
             .find(|(_, snapshot)| snapshot.machine == shape && host.can_restore(&snapshot.compat)))
     }
+
+    /// Why each snapshot there is cannot be used for `shape` on this kind of host, in the order in
+    /// which the store lists them.
+    ///
+    /// # Errors
+    /// [`TemplateError::Store`].
+    pub fn unfit(
+        &self,
+        store: &Store,
+        shape: MachineShape,
+        host: &HostClass,
+    ) -> Result<Vec<(Digest, Vec<String>)>, TemplateError> {
+        let reasons = |snapshot: &SnapshotManifest| {
+            let mut reasons = host.unmet(&snapshot.compat);
+            let other = snapshot.machine;
+            if other != shape {
+                reasons.push(format!(
+                    "it is of a machine with {} vCPU and {} MiB, not {} vCPU and {} MiB",
+                    other.vcpus, other.memory_mib, shape.vcpus, shape.memory_mib
+                ));
+            }
+            reasons
+        };
+        let snapshots = store.snapshots(&self.digest)?;
+        Ok(snapshots.iter().map(|(digest, snapshot)| (*digest, reasons(snapshot))).collect())
+    }
 }
 
 /// What decides whether a snapshot can be restored here.
@@ -147,6 +177,17 @@ pub struct HostClass {
 }
 
 impl HostClass {
+    /// This machine's.
+    #[must_use]
+    pub fn of_this_machine() -> Self {
+        Self {
+            cpu_vendor: contract::host_vendor(),
+            kvm_kind: contract::kvm_kind().to_owned(),
+            state_version: STATE_VERSION,
+            agent_protocol: AGENT_PROTOCOL,
+        }
+    }
+
     /// Whether a snapshot with this contract can be restored here. The monitor checks the CPU's
     /// features once more, against what KVM really offers.
     #[must_use]

@@ -1,11 +1,12 @@
 //! A program elsewhere with this process's stdin, stdout, stderr, terminal and signals.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{self, IsTerminal, Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parbake_protocol::agent::{
-    Client, ClientError, ExecEvent, ExecRequest, Exit, Failure, Stream, WindowSize,
+    Client, ClientError, ExecEvent, ExecInput, ExecOutput, ExecRequest, Exit, Failure, Stream,
+    WindowSize,
 };
 use rustix::termios::{OptionalActions, Termios};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
@@ -32,24 +33,110 @@ pub fn window_size() -> WindowSize {
     }
 }
 
-/// Runs `request`, connecting standard input if the request says so. `first_output` is called
-/// once, when the program has started.
-///
-/// Signals are passed on. A second SIGINT, SIGTERM or SIGHUP within the run hangs up instead, which
-/// ends the program and everything it started.
+/// What goes to a program elsewhere; for several threads.
+pub trait Input: Clone + Send + 'static {
+    /// Sends standard input; waits while the program does not read.
+    ///
+    /// # Errors
+    /// The program is gone or has closed its input.
+    fn write_stdin(&self, data: &[u8]) -> io::Result<()>;
+    /// Ends standard input.
+    ///
+    /// # Errors
+    /// The channel's.
+    fn close_stdin(&self) -> io::Result<()>;
+    /// Tells the size of the terminal.
+    ///
+    /// # Errors
+    /// The channel's.
+    fn resize(&self, size: WindowSize) -> io::Result<()>;
+    /// Delivers a signal.
+    ///
+    /// # Errors
+    /// The channel's.
+    fn signal(&self, number: i32) -> io::Result<()>;
+    /// Lets go, which ends the program and everything it started.
+    ///
+    /// # Errors
+    /// The channel's.
+    fn hang_up(&self) -> io::Result<()>;
+}
+
+/// What comes from a program elsewhere.
+pub trait Output {
+    /// Why nothing more comes.
+    type Error;
+    /// Waits for what happens next.
+    ///
+    /// # Errors
+    /// The channel's.
+    fn next_event(&mut self) -> Result<ExecEvent, Self::Error>;
+}
+
+impl<S: Stream + Send + 'static> Input for ExecInput<S> {
+    fn write_stdin(&self, data: &[u8]) -> io::Result<()> {
+        Self::write_stdin(self, data)
+    }
+    fn close_stdin(&self) -> io::Result<()> {
+        Self::close_stdin(self)
+    }
+    fn resize(&self, size: WindowSize) -> io::Result<()> {
+        Self::resize(self, size)
+    }
+    fn signal(&self, number: i32) -> io::Result<()> {
+        Self::signal(self, number)
+    }
+    fn hang_up(&self) -> io::Result<()> {
+        Self::hang_up(self)
+    }
+}
+
+impl<S: Stream> Output for ExecOutput<S> {
+    type Error = ClientError;
+    fn next_event(&mut self) -> Result<ExecEvent, ClientError> {
+        Self::next_event(self)
+    }
+}
+
+/// What of this process is connected.
+#[derive(Debug, Clone, Copy)]
+pub struct Attach {
+    /// The program has a terminal: this one, in raw mode.
+    pub tty: bool,
+    /// Standard input.
+    pub stdin: bool,
+}
+
+/// Runs `request`, connecting standard input if the request says so. `started` is called once,
+/// when the program has started.
 ///
 /// # Errors
 /// See [`ClientError`].
 pub fn run<S: Stream + Send + 'static>(
     client: Client<S>,
     request: ExecRequest,
-    mut started: impl FnMut(),
+    started: impl FnMut(),
 ) -> Result<Ended, ClientError> {
-    let raw = if request.tty.is_some() { RawTerminal::enter() } else { None };
-    let wants_stdin = request.stdin;
-    let has_tty = request.tty.is_some();
-    let session = client.exec(request)?;
-    let (input, mut output) = session.split();
+    let what = Attach { tty: request.tty.is_some(), stdin: request.stdin };
+    let (input, output) = client.exec(request)?.split();
+    attach(&input, output, what, started)
+}
+
+/// Connects this process to a program that was started elsewhere, until it ends.
+///
+/// Signals are passed on. A second SIGINT, SIGTERM or SIGHUP within the run hangs up instead, which
+/// ends the program and everything it started.
+///
+/// # Errors
+/// The output's.
+pub fn attach<I: Input, O: Output>(
+    input: &I,
+    mut output: O,
+    what: Attach,
+    mut started: impl FnMut(),
+) -> Result<Ended, O::Error> {
+    let raw = if what.tty { RawTerminal::enter() } else { None };
+    let (wants_stdin, has_tty) = (what.stdin, what.tty);
     let over = Arc::new(AtomicBool::new(false));
     let hung_up = Arc::new(AtomicBool::new(false));
 
