@@ -57,7 +57,7 @@ bench: setup-test build image
 	@tests/images/debian $(IMAGES)/debian-large large
 	cargo build --release --locked -p parbake-tests --bins
 	@install -m 755 target/release/guest-bench target/release/rootfs-bench \
-		target/release/rootfs-cases $(BIN)/
+		target/release/registry-bench target/release/rootfs-cases $(BIN)/
 	target/release/bench $(BIN) target/bench.json $(IMAGES)/debian $(IMAGES)/debian-large
 
 PREFIX ?= /usr/local

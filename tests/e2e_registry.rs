@@ -914,6 +914,48 @@ fn a_baked_template_is_proved_before_it_is_published() {
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(String::from_utf8_lossy(&output.stdout), "42\n", "{stderr}");
     assert!(!stderr.contains("baking"), "{stderr}");
+
+    // Before it has arrived: removed again, and run while it comes.
+    let sent = bytes_of(&document, "totalBytes");
+    let forget = |name: &str| {
+        home.ok(&["rm", name]);
+        home.ok(&["prune"]);
+    };
+    forget(&name);
+    let timings = home.path("store/timings.json");
+    let begin = ["run", "--pull", "lazy", "--timings", timings.to_str().unwrap(), &name, "--"];
+    let said = home.ok(&[&begin[..], &["python3", "-c", "print(6*7)"]].concat());
+    assert_eq!(said, "42");
+    let lazily: Value = serde_json::from_slice(&fs::read(&timings).unwrap()).unwrap();
+    assert_eq!(lazily["how"], "restored lazily", "{lazily}");
+    let early = bytes_of(&lazily, "fetchedBytesAtFirstExec");
+    println!("lazily: {early} of {sent} bytes before the first command");
+    assert!(early * 100 <= sent * 15, "{early} of {sent}");
+    // What is there is whole, and the rest can be had.
+    home.ok(&["pull", &name]);
+    assert_eq!(home.ok(&["verify", &name]), "clean");
+
+    // A registry that vanishes meanwhile: an error in time, whoever needs what is missing.
+    forget(&name);
+    let slow = format!("{}/team/debian:12", slow_line(&registry.host, 2 << 20));
+    let mut child = home
+        .command(&["run", "--pull", "lazy", "--patience", "3", &slow, "--", "/bin/sh", "-c"])
+        .arg("echo begun; sleep 2; cat /usr/bin/* /usr/lib/x86_64-linux-gnu/* > /dev/null")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = [0; 6];
+    std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut line).unwrap();
+    assert_eq!(&line, b"begun\n");
+    drop(registry);
+    let since = std::time::Instant::now();
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{stderr}");
+    let lost = ["Input/output error", "did not arrive"];
+    assert!(lost.iter().any(|lost| stderr.contains(lost)), "{stderr}");
+    assert!(since.elapsed() < Duration::from_secs(90), "{:?}: {stderr}", since.elapsed());
 }
 
 /// Ends a store's lab.

@@ -46,8 +46,6 @@ use crate::working_set::{Role, WorkingSet};
 
 /// How much the background fetches in one go: little enough not to keep the urgent waiting.
 const BACKGROUND_BYTES: u64 = 2 * 1024 * 1024;
-/// Pages that are made sure of together: 64 KiB.
-const GROUP_PAGES: u32 = 16;
 /// The longest pause after a fetch that failed.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
@@ -120,6 +118,8 @@ pub struct LazyPull {
     config: ArtifactConfig,
     source: Arc<dyn BlobSource + Send + Sync>,
     small_bytes: u64,
+    /// The working set's pages.
+    wanted: HashSet<(Digest, u32)>,
 }
 
 type FrameId = (u16, u32);
@@ -131,7 +131,7 @@ struct Inner {
     directories: BTreeMap<u16, Directory>,
     assembly: Assembly,
     targets: HashMap<FrameId, Vec<Target>>,
-    /// The frames that a group of pages needs.
+    /// The frame, or the frames, that a page needs.
     frames_of: HashMap<(usize, u32), Vec<FrameId>>,
     state: Mutex<State>,
     changed: Condvar,
@@ -147,7 +147,7 @@ struct State {
     held: VecDeque<FrameId>,
     fetching: HashSet<FrameId>,
     placed: HashSet<FrameId>,
-    /// Groups all of whose frames are placed.
+    /// Pages all of whose frames are placed.
     right: HashSet<(usize, u32)>,
     /// Frames that came damaged once.
     suspect: HashSet<FrameId>,
@@ -219,7 +219,8 @@ impl LazyPull {
                 .collect(),
         };
         let small_bytes = small.into_inner();
-        Ok(Self { inner, workers, store: store.clone(), manifest, config, source, small_bytes })
+        let (store, wanted) = (store.clone(), order.into_iter().collect());
+        Ok(Self { inner, workers, store, manifest, config, source, small_bytes, wanted })
     }
 
     /// Where an image of the template is: complete or filling up, it is the same file.
@@ -257,6 +258,23 @@ impl LazyPull {
         // What is not being put together was there from the beginning.
         let Some(position) = inner.assembly.position(image) else { return Ok(()) };
         inner.ensure(image, position, &range, patience)
+    }
+
+    /// Whether the bytes belong to the working set and are there and right, without waiting.
+    #[must_use]
+    pub fn is_there(&self, image: &Digest, range: Range<u64>) -> bool {
+        let Some(inner) = &self.inner else { return false };
+        let Some(position) = inner.assembly.position(image) else { return false };
+        let state = inner.lock();
+        let placed = |page: u64| {
+            let Ok(page) = u32::try_from(page) else { return false };
+            if !self.wanted.contains(&(*image, page)) {
+                return false;
+            }
+            let frames = inner.frames_of.get(&(position, page));
+            frames.is_none_or(|frames| frames.iter().all(|id| state.placed.contains(id)))
+        };
+        (range.start / PAGE as u64..range.end.div_ceil(PAGE as u64)).all(placed)
     }
 
     /// Waits until the working set is there; without one, for nothing.
@@ -343,9 +361,7 @@ impl Inner {
         let mut frames_of: HashMap<(usize, u32), Vec<FrameId>> = HashMap::new();
         for (id, targets) in &targets {
             for target in targets {
-                let first = target.extent.page / GROUP_PAGES;
-                let last = (target.extent.page + target.extent.count - 1) / GROUP_PAGES;
-                for number in first..=last {
+                for number in target.extent.page..target.extent.page + target.extent.count {
                     let frames = frames_of.entry((target.image, number)).or_default();
                     if frames.last() != Some(id) {
                         frames.push(*id);
@@ -372,7 +388,7 @@ impl Inner {
         let mut queued = HashSet::new();
         for (image, page) in order {
             let Some(position) = self.assembly.position(image) else { continue };
-            for id in self.frames_of.get(&(position, page / GROUP_PAGES)).into_iter().flatten() {
+            for id in self.frames_of.get(&(position, *page)).into_iter().flatten() {
                 if queued.insert(*id) {
                     state.background.push_back(*id);
                 }
@@ -392,15 +408,14 @@ impl Inner {
         patience: Patience,
     ) -> Result<(), LazyError> {
         let started = Instant::now();
-        let size = u64::from(GROUP_PAGES) * PAGE as u64;
-        let groups: Vec<u32> = (range.start / size..range.end.div_ceil(size))
+        let pages: Vec<u32> = (range.start / PAGE as u64..range.end.div_ceil(PAGE as u64))
             .filter_map(|number| u32::try_from(number).ok())
             .filter(|number| self.frames_of.contains_key(&(position, *number)))
             .collect();
         let mut state = self.lock();
         let failures_before = state.failures;
-        for group in groups {
-            let key = (position, group);
+        for page in pages {
+            let key = (position, page);
             loop {
                 if state.right.contains(&key) {
                     break;

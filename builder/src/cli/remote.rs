@@ -43,13 +43,17 @@ impl RegistryArgs {
     pub fn options(&self) -> CliResult<RegistryOptions> {
         interrupt::watch();
         interrupt::end_within(PATIENCE);
+        Ok(RegistryOptions { cancelled: Some(interrupt::asked), ..self.for_sandboxes()? })
+    }
+
+    /// The same for what goes on beside a command in a sandbox, to which interrupts belong.
+    pub fn for_sandboxes(&self) -> CliResult<RegistryOptions> {
         let registries = Registries::from_environment(self.registries_conf.as_deref())
             .map_err(|error| CliError::new(Kind::User, error))?;
         Ok(RegistryOptions {
             credentials: self.credentials(),
             plain_http: self.insecure_registry.clone(),
             registries,
-            cancelled: Some(interrupt::asked),
             ..RegistryOptions::default()
         })
     }

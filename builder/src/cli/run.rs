@@ -13,7 +13,7 @@ use parbake_cache::{Store, TemplateName};
 use parbake_node::limits::LimitHit;
 use parbake_node::monitor::MonitorError;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
-use parbake_protocol::agent::{ClientError, ExecRequest, FailureKind};
+use parbake_protocol::agent::{ExecRequest, FailureKind};
 use serde_json::json;
 
 use super::bake::ShapeArgs;
@@ -152,7 +152,7 @@ fn fetch(context: &Context, args: &Args, store: &Store) -> CliResult<Template> {
 fn remote_name(args: &Args) -> CliResult<(TemplateName, RegistryOptions)> {
     let name: TemplateName =
         args.template.parse().map_err(|error| CliError::new(Kind::Usage, error))?;
-    let options = RegistryOptions { trust: args.trust.trust()?, ..args.registry.options()? };
+    let options = RegistryOptions { trust: args.trust.trust()?, ..args.registry.for_sandboxes()? };
     Ok((name, options))
 }
 
@@ -246,6 +246,8 @@ fn execute(
         first_exec = begun.elapsed();
         on_start();
     });
+    // A connection that closed does not say why.
+    let ended = ended.map_err(|error| sandbox.blame(error));
     let timings = sandbox.timings().clone();
     let counts = sandbox.egress_counts();
     let by_limit = sandbox.limit_hits().iter().any(|hit| {
@@ -271,7 +273,7 @@ fn execute(
 
 /// How a run ended.
 struct Done {
-    ended: Result<Ended, ClientError>,
+    ended: Result<Ended, SandboxError>,
     /// A limit ended it, which has been said.
     by_limit: bool,
     timings: serde_json::Value,
@@ -300,7 +302,7 @@ fn conclude(context: &Context, args: &Args, done: Done) -> CliResult<u8> {
             Err(CliError::new(kind, failure.message))
         }
         Err(_) if by_limit => Ok(ENDED_BY_LIMIT),
-        Err(error) => Err(CliError::new(Kind::Sandbox, error)),
+        Err(error) => Err(guest::sandbox_error(error, Kind::Sandbox)),
     }
 }
 

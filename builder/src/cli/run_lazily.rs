@@ -50,6 +50,11 @@ impl Fill for Filling {
         let (_, digest) = digest.ok_or("there is no such image")?;
         self.pull.ensure(digest, range, self.patience).map_err(|error| error.to_string())
     }
+
+    fn is_there(&self, image: Image, range: Range<u64>) -> bool {
+        let digest = self.images.iter().find(|(known, _)| *known == image);
+        digest.is_some_and(|(_, digest)| self.pull.is_there(digest, range))
+    }
 }
 
 /// Finds the template and fetches what is small.

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use parbake_protocol::filling::{self, Ask, DISKS, Layer, MAX_LINE, MEMORY, Region};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
-use crate::pager::Pager;
+use crate::pager::{Pager, Source};
 
 /// An image of a restored machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -41,6 +41,12 @@ pub trait Fill: Send + Sync {
     /// # Errors
     /// When they cannot be had, or not in time; the text is for people.
     fn ensure(&self, image: Image, range: Range<u64>) -> Result<(), String>;
+
+    /// Whether the bytes will be wanted soon and are there, without waiting: then they come along
+    /// with others that were asked for.
+    fn is_there(&self, _image: Image, _range: Range<u64>) -> bool {
+        false
+    }
 }
 
 /// Serves one machine; ends when dropped.
@@ -130,7 +136,11 @@ fn serve(
             let end = stream.try_clone()?;
             *kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(stream);
             let stopped = || stop.load(Ordering::Relaxed);
-            let result = pager.serve(&stopped, &|range| fill.ensure(Image::Memory, range));
+            let source = Source {
+                ensure: &|range| fill.ensure(Image::Memory, range),
+                is_there: &|range| fill.is_there(Image::Memory, range),
+            };
+            let result = pager.serve(&stopped, &source);
             if let Err(why) = result {
                 let line: String = why.chars().filter(|c| !c.is_control()).take(1000).collect();
                 let _ = (&end).write_all(format!("its memory did not arrive: {line}\n").as_bytes());

@@ -9,9 +9,9 @@ use std::os::unix::fs::FileExt;
 use parbake_protocol::filling::Region;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Memory is filled in pieces of this size: what is touched once is mostly touched around, too.
-pub const PIECE: u64 = 64 * 1024;
 const PAGE: u64 = 4096;
+/// How far pages may lie from one that is touched to come along with it: 2 MiB.
+const WINDOW: u64 = 512;
 /// `UFFD_EVENT_PAGEFAULT` (Linux, `include/uapi/linux/userfaultfd.h`).
 const EVENT_PAGEFAULT: u8 = 0x12;
 /// `struct uffd_msg`.
@@ -52,8 +52,16 @@ pub struct Pager {
     faults: OwnedFd,
     regions: Vec<Region>,
     image: File,
-    /// A flag for each piece of the image that was filled.
+    /// A flag for each page of the image that was filled.
     filled: Vec<bool>,
+}
+
+/// Where a pager's bytes come from.
+pub struct Source<'a> {
+    /// Waits until bytes of the image are there.
+    pub ensure: &'a dyn Fn(std::ops::Range<u64>) -> Result<(), String>,
+    /// Whether they are wanted soon and there, without waiting.
+    pub is_there: &'a dyn Fn(std::ops::Range<u64>) -> bool,
 }
 
 impl Pager {
@@ -73,19 +81,15 @@ impl Pager {
         if !sound {
             return Err(io::Error::other("the monitor's memory regions make no sense"));
         }
-        let pieces = usize::try_from(size.div_ceil(PIECE)).map_err(io::Error::other)?;
-        Ok(Self { faults, regions, image, filled: vec![false; pieces] })
+        let pages = usize::try_from(size.div_ceil(PAGE)).map_err(io::Error::other)?;
+        Ok(Self { faults, regions, image, filled: vec![false; pages] })
     }
 
-    /// Answers faults until `stop` says so. `ensure` waits until bytes of the image are there.
+    /// Answers faults until `stop` says so.
     ///
     /// # Errors
     /// When memory cannot be had; the machine must end then.
-    pub fn serve(
-        &mut self,
-        stop: &dyn Fn() -> bool,
-        ensure: &dyn Fn(std::ops::Range<u64>) -> Result<(), String>,
-    ) -> Result<(), String> {
+    pub fn serve(&mut self, stop: &dyn Fn() -> bool, source: &Source<'_>) -> Result<(), String> {
         let text = |error: rustix::io::Errno| error.to_string();
         while !stop() {
             let wait = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
@@ -106,42 +110,58 @@ impl Pager {
                 // event, three reserved bytes and four more, flags, address.
                 let address = message[16..24].try_into().map(u64::from_le_bytes);
                 if let (EVENT_PAGEFAULT, Ok(address)) = (message[0], address) {
-                    self.fill(address, ensure)?;
+                    self.fill(address, source)?;
                 }
             }
         }
         Ok(())
     }
 
-    fn fill(
-        &mut self,
-        address: u64,
-        ensure: &dyn Fn(std::ops::Range<u64>) -> Result<(), String>,
-    ) -> Result<(), String> {
-        let region = self
+    fn fill(&mut self, address: u64, source: &Source<'_>) -> Result<(), String> {
+        let region = *self
             .regions
             .iter()
             .find(|region| (region.address..region.address + region.length).contains(&address))
             .ok_or("a fault outside of the machine's memory")?;
-        let at = region.offset + (address - region.address);
-        let piece = at / PIECE;
-        let start = (piece * PIECE).max(region.offset);
-        let end = ((piece + 1) * PIECE).min(region.offset + region.length);
-        let target = region.address + (start - region.offset);
-        let index = usize::try_from(piece).map_err(|error| error.to_string())?;
-        // Two regions may share a piece of the image, but not what was filled of it.
-        let whole = end - start == PIECE;
-        if whole && self.filled.get(index) == Some(&true) {
+        let offset = region.offset + (address - region.address) / PAGE * PAGE;
+        let page = offset / PAGE;
+        if self.is_filled(page) {
             // Another processor touched it before it was filled.
-            return self.wake(target, end - start);
+            return self.wake(region.address + (offset - region.offset), PAGE);
         }
-        ensure(start..end)?;
-        let mut bytes = vec![0; usize::try_from(end - start).map_err(|e| e.to_string())?];
-        self.image.read_exact_at(&mut bytes, start).map_err(|error| error.to_string())?;
-        if whole && let Some(filled) = self.filled.get_mut(index) {
-            *filled = true;
+        (source.ensure)(offset..offset + PAGE)?;
+        // What is wanted soon, lies near, and is there already comes along.
+        let window = page / WINDOW * WINDOW;
+        let within = window.max(region.offset / PAGE)
+            ..(window + WINDOW).min((region.offset + region.length) / PAGE);
+        let comes = |at: u64| {
+            at == page || !self.is_filled(at) && (source.is_there)(at * PAGE..(at + 1) * PAGE)
+        };
+        let mut runs: Vec<std::ops::Range<u64>> = Vec::new();
+        for at in within.filter(|at| comes(*at)) {
+            match runs.last_mut() {
+                Some(run) if run.end == at => run.end = at + 1,
+                _ => runs.push(at..at + 1),
+            }
         }
-        self.place(target, &bytes)
+        // The one that is waited for first.
+        runs.sort_by_key(|run| !run.contains(&page));
+        for run in runs {
+            let len = usize::try_from((run.end - run.start) * PAGE).map_err(|e| e.to_string())?;
+            let mut bytes = vec![0; len];
+            self.image.read_exact_at(&mut bytes, run.start * PAGE).map_err(|e| e.to_string())?;
+            let target = region.address + (run.start * PAGE - region.offset);
+            for page in run {
+                let flag = usize::try_from(page).ok().and_then(|page| self.filled.get_mut(page));
+                flag.into_iter().for_each(|flag| *flag = true);
+            }
+            self.place(target, &bytes)?;
+        }
+        Ok(())
+    }
+
+    fn is_filled(&self, page: u64) -> bool {
+        usize::try_from(page).ok().and_then(|page| self.filled.get(page)) == Some(&true)
     }
 
     /// Puts bytes where nothing is yet.

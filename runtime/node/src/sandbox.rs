@@ -618,16 +618,21 @@ impl Sandbox {
     }
 
     /// An agent that stops answering often means a machine that is gone; that says more.
-    fn blame(&mut self, error: ClientError) -> SandboxError {
+    pub fn blame(&mut self, error: ClientError) -> SandboxError {
         let options =
-            SandboxOptions { ready_timeout: Duration::from_millis(100), ..Default::default() };
-        match self.next_event(Instant::now(), &options) {
-            Err(
-                ended @ (SandboxError::GuestEnded { .. }
-                | SandboxError::Limit(_)
-                | SandboxError::Monitor(_)),
-            ) => ended,
-            _ => SandboxError::Agent(error),
+            SandboxOptions { ready_timeout: Duration::from_millis(200), ..Default::default() };
+        let begun = Instant::now();
+        loop {
+            match self.next_event(begun, &options) {
+                // Of no matter; the end may come after it.
+                Ok(_) => {}
+                Err(
+                    ended @ (SandboxError::GuestEnded { .. }
+                    | SandboxError::Limit(_)
+                    | SandboxError::Monitor(_)),
+                ) => return ended,
+                Err(_) => return SandboxError::Agent(error),
+            }
         }
     }
 

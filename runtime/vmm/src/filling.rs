@@ -20,7 +20,7 @@ use crate::vcpu::Enter;
 /// The most that is asked for at once.
 const MAX_ASK: u64 = 1 << 20;
 /// What is known to be there is remembered in pieces of this size.
-const PIECE: u64 = 64 * 1024;
+const PIECE: u64 = 4096;
 
 /// `struct uffdio_api` (Linux, `include/uapi/linux/userfaultfd.h`).
 #[repr(C)]
