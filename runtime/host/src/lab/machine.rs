@@ -26,7 +26,11 @@ const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Without XSAVE: the emulator lets a nested guest set XCR0 without its monitor's knowledge, so a
 /// guest that sees XSAVE finds sizes that contradict each other, warns at length, and loses what
 /// it set at the next exit. Without it guests use FXSAVE, which works.
-const CPU: &str = "EPYC,+svm,-xsave";
+///
+/// Without CMPXCHG16B: the emulator (7.2) computes its flags from whatever operation it last wrote
+/// down, so that now and then an address ends up in them, and the next interrupt's return faults
+/// (seen in the slab allocator of a 6.12 kernel). Without it kernels use something else.
+const CPU: &str = "EPYC,+svm,-xsave,-cx16";
 
 /// The two programs called virtiofsd: the one in C that came with QEMU up to 7.2, and its
 /// successor in Rust. They do the same and take different options.
