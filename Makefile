@@ -11,11 +11,11 @@ all: build
 
 # parbake and parbaked are ordinary programs; the monitor and the agent must run anywhere.
 build:
-	cargo build --release --locked --bin parbake
+	cargo build --release --locked --bin parbake --bin parbaked
 	$(STATIC) cargo build --profile small --locked --target x86_64-unknown-linux-gnu \
 		-p parbake-vmm -p parbake-agent
 	@mkdir -p $(BIN)
-	@install -m 755 target/release/parbake target/x86_64-unknown-linux-gnu/small/parbake-vmm \
+	@install -m 755 target/release/parbake target/release/parbaked target/x86_64-unknown-linux-gnu/small/parbake-vmm \
 		target/x86_64-unknown-linux-gnu/small/parbake-agent $(BIN)/
 
 setup-demo:
@@ -57,10 +57,10 @@ bench: setup-test build image
 	@tests/images/debian $(IMAGES)/debian-large large
 	cargo build --release --locked -p parbake-tests --bins
 	@install -m 755 target/release/guest-bench target/release/rootfs-bench \
-		target/release/rootfs-cases $(BIN)/
+		target/release/registry-bench target/release/rootfs-cases $(BIN)/
 	target/release/bench $(BIN) target/bench.json $(IMAGES)/debian $(IMAGES)/debian-large
 
 PREFIX ?= /usr/local
 install: build
-	install -Dm 755 -t $(DESTDIR)$(PREFIX)/bin $(BIN)/parbake
+	install -Dm 755 -t $(DESTDIR)$(PREFIX)/bin $(BIN)/parbake $(BIN)/parbaked
 	install -Dm 755 -t $(DESTDIR)$(PREFIX)/libexec/parbake $(BIN)/parbake-vmm $(BIN)/parbake-agent

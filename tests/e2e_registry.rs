@@ -626,6 +626,249 @@ fn snapshots_of_other_machines_are_left_out_by_name() {
     assert_eq!(Home::new().unwrap().ok(&["pull", &dressed]), digest);
 }
 
+#[test]
+fn signatures_are_demanded_and_found() {
+    let Some(home) = Home::new() else { return };
+    let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
+    let file = |name: &str| home.path(name).display().to_string();
+    let (ours, ours_pub) = (file("ours.pem"), file("ours.pub"));
+    let (theirs, theirs_pub) = (file("theirs.pem"), file("theirs.pub"));
+    assert_eq!(home.ok(&["keygen", "-o", &ours]), ours_pub);
+    home.ok(&["keygen", "--kind", "ed25519", "-o", &theirs]);
+    home.fails(&["keygen", "-o", &ours], 1, &["ours.pub"]);
+    let mode = fs::metadata(home.path("ours.pem")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let status =
+        b"Package: tool\nStatus: install ok installed\nVersion: 1.2-3\nArchitecture: amd64\n";
+    let signed = format!("{}/team/signed:1", registry.host);
+    let digest = home.build(&signed, &[("var/lib/dpkg/status", status), ("a", &noise(1, 1 << 20))]);
+    let plain = format!("{}/team/plain:1", registry.host);
+    home.ok(&["tag", &signed, &plain]);
+    home.ok(&["push", &plain]);
+    home.fails(&["push", &signed, "--sign", &ours_pub], 1, &["public half"]);
+    let pushed = home.json(&["push", &signed, "--sign", &ours]);
+    assert_eq!(pushed["attached"].as_array().unwrap().len(), 4, "{pushed}");
+    // The same again: nothing new is said.
+    let again = home.json(&["push", &signed, "--sign", &ours]);
+    assert_eq!((&again["attached"], bytes_of(&again, "sentBytes")), (&pushed["attached"], 0));
+
+    let verified = home.json(&["verify", "--signature", &signed, "--verify-key", &ours_pub]);
+    let mut kinds: Vec<&str> = verified["valid"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|valid| valid["predicateType"].as_str().unwrap())
+        .collect();
+    kinds.sort_unstable();
+    assert_eq!(
+        kinds,
+        [
+            "https://cyclonedx.org/bom",
+            "https://sigstore.dev/cosign/sign/v1",
+            "https://slsa.dev/provenance/v1",
+            "https://spdx.dev/Document"
+        ]
+    );
+    assert_eq!(verified["digest"], pushed["digest"]);
+    let words = ["refused", "no signature", "theirs.pub", "another key"];
+    home.fails(&["verify", "--signature", &signed, "--verify-key", &theirs_pub], 4, &words);
+    home.fails(
+        &["verify", "--signature", &plain, "--verify-key", &ours_pub],
+        4,
+        &["nothing that is"],
+    );
+    home.fails(&["verify", "--signature", &signed], 2, &["--verify-key"]);
+
+    let other = Home::new().unwrap();
+    other.fails(&["pull", &signed, "--verify-key", &theirs_pub], 4, &words);
+    other.fails(&["pull", "--lazy", &plain, "--verify-key", &ours_pub], 4, &["no signature"]);
+    // Nothing was taken in.
+    assert_eq!(other.ok(&["--format", "json", "ls"]), "[]");
+    let pulled =
+        other.ok(&["pull", &signed, "--verify-key", &theirs_pub, "--verify-key", &ours_pub]);
+    assert_eq!(pulled, digest);
+
+    // The policy says so without being asked, and names its rule and file.
+    let policy = file("policy.toml");
+    let rule =
+        "version = 1\n[[rule]]\nmatch = '*/team/*'\nrequire = 'signature'\nkeys = ['ours.pub']\n";
+    fs::write(&policy, rule).unwrap();
+    let third = Home::new().unwrap();
+    let words = ["refused by rule 1", "policy.toml", "ours.pub"];
+    third.fails(&["pull", &plain, "--policy", &policy], 4, &words);
+    let output = third.command(&["pull", &plain]).env("PARBAKE_POLICY", &policy).output().unwrap();
+    failed(&output, "PARBAKE_POLICY", 4, &words);
+    let config = third.path("config");
+    fs::create_dir_all(config.join("parbake")).unwrap();
+    fs::copy(&policy, config.join("parbake/policy.toml")).unwrap();
+    let pull = |name: &str| {
+        third.command(&["pull", name]).env("XDG_CONFIG_HOME", &config).output().unwrap()
+    };
+    // Its key is not beside it: nothing is taken in by a policy that is not whole.
+    failed(&pull(&signed), "no key", 1, &["cannot use the policy", "ours.pub"]);
+    fs::copy(&ours_pub, config.join("parbake/ours.pub")).unwrap();
+    failed(&pull(&plain), "policy of the user", 4, &words);
+    succeeded(pull(&signed), "signed");
+    // In files, too.
+    let (with, without) = (file("with.tar"), file("without.tar"));
+    home.ok(&["export", &signed, "-o", &with, "--sign", &ours]);
+    home.ok(&["export", &signed, "-o", &without, "--attest"]);
+    let fourth = Home::new().unwrap();
+    fourth.fails(&["import", &without, "--policy", &policy], 4, &words);
+    assert_eq!(fourth.ok(&["import", &with, "--policy", &policy]), digest);
+    fourth.fails(&["import", &with, "--verify-key", &theirs_pub], 4, &["another key"]);
+}
+
+#[test]
+fn an_sbom_lists_what_is_installed() {
+    let Some(home) = Home::new() else { return };
+    home.ok(&["build", "--from", &format!("oci:{}", home.image.display()), "-t", "image"]);
+    let urls = home.ok(&["sbom", "image"]);
+    for package in ["pkg:deb/debian/libc6@", "pkg:deb/debian/dpkg@", "distro=debian-12"] {
+        assert!(urls.contains(package), "{package} is not in {urls}");
+    }
+    let spdx: Value =
+        serde_json::from_str(&home.ok(&["sbom", "image", "--format", "spdx"])).unwrap();
+    assert_eq!(spdx["spdxVersion"], "SPDX-2.3");
+    let packages = spdx["packages"].as_array().unwrap();
+    // The template, the kernel, and every package.
+    assert_eq!(packages.len(), urls.lines().count() + 2);
+    let first = home.ok(&["sbom", "image", "--format", "cyclonedx"]);
+    assert_eq!(first, home.ok(&["sbom", "image", "--format", "cyclonedx"]));
+    let cyclonedx: Value = serde_json::from_str(&first).unwrap();
+    assert_eq!(cyclonedx["specVersion"], "1.6");
+    let references: std::collections::BTreeSet<&str> = cyclonedx["components"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|component| component["bom-ref"].as_str().unwrap())
+        .collect();
+    assert_eq!(references.len(), packages.len() - 1);
+    // What dpkg itself would say.
+    let root = home.path("root-small");
+    fs::create_dir_all(&root).unwrap();
+    home.build(
+        "languages",
+        &[
+            ("app/node_modules/@a/b/package.json", br#"{"name":"@a/b","version":"2.0.0"}"#),
+            (
+                "usr/lib/python3/dist-packages/Foo-1.0.dist-info/METADATA",
+                b"Name: Foo\nVersion: 1.0\n",
+            ),
+            ("lib/apk/db/installed", b"P:musl\nV:1.2-r1\nA:x86_64\n"),
+            ("var/lib/rpm/rpmdb.sqlite", b"SQLite format 3"),
+        ],
+    );
+    let output = home.run(&["sbom", "languages"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("rpm databases are not read"), "{said}");
+    let urls = succeeded(output, "sbom");
+    for url in
+        ["pkg:npm/%40a/b@2.0.0", "pkg:pypi/foo@1.0", "pkg:apk/alpine/musl@1.2-r1?arch=x86_64"]
+    {
+        assert!(urls.lines().any(|line| line == url), "{url} is not in {urls}");
+    }
+    home.fails(&["--format", "spdx", "ls"], 2, &["parbake sbom"]);
+}
+
+/// Passes bytes on to `to`, slowly, until dropped with the process.
+fn slow_line(to: &str, bytes_per_second: usize) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let host = listener.local_addr().unwrap().to_string();
+    let to = to.to_owned();
+    std::thread::spawn(move || {
+        for near in listener.incoming().flatten() {
+            let Ok(far) = TcpStream::connect(&to) else { continue };
+            for (mut from, mut to) in
+                [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)]
+            {
+                std::thread::spawn(move || {
+                    let mut buffer = vec![0; 64 << 10];
+                    while let Ok(count @ 1..) = std::io::Read::read(&mut from, &mut buffer) {
+                        if to.write_all(&buffer[..count]).is_err() {
+                            break;
+                        }
+                        let time = count as f64 / bytes_per_second as f64;
+                        std::thread::sleep(Duration::from_secs_f64(time));
+                    }
+                    let _ = to.shutdown(std::net::Shutdown::Write);
+                });
+            }
+        }
+    });
+    host
+}
+
+#[test]
+fn an_interrupted_transfer_ends_soon_and_goes_on_later() {
+    let Some(home) = Home::new() else { return };
+    let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
+    let slow = slow_line(&registry.host, 4 << 20);
+    let name = format!("{slow}/app:1");
+    let digest = home.build(&name, &[("a", &noise(1, 24 << 20)), ("b", &noise(2, 24 << 20))]);
+    let interrupted = |home: &Home, arguments: &[&str], signal: &str, after: Duration| {
+        let mut child =
+            home.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(after);
+        assert!(child.try_wait().unwrap().is_none(), "{arguments:?} was done before");
+        let sent = Command::new("kill").args(["-s", signal, &child.id().to_string()]).status();
+        assert!(sent.unwrap().success());
+        let began = std::time::Instant::now();
+        let output = child.wait_with_output().unwrap();
+        failed(&output, signal, 130, &["interrupted", "goes on where"]);
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        let _ = child;
+    };
+    interrupted(&home, &["push", &name], "INT", Duration::from_secs(4));
+    let fast = format!("{}/app:1", registry.host);
+    home.ok(&["push", &name, "--to", &fast]);
+    let away = Home::new().unwrap();
+    for (signal, lazily) in [("TERM", false), ("INT", false), ("TERM", true)] {
+        let arguments = if lazily { vec!["pull", &name, "--lazy"] } else { vec!["pull", &name] };
+        interrupted(&away, &arguments, signal, Duration::from_secs(3));
+        assert_eq!(away.ok(&["verify"]), "clean");
+    }
+    assert_eq!(away.ok(&["pull", &fast]), digest);
+    assert_eq!(away.ok(&["verify"]), "clean");
+    away.ok(&["prune"]);
+}
+
+#[test]
+fn proxies_are_used_and_left_aside() {
+    let Some(home) = Home::new() else { return };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let proxy = format!("http://{}", listener.local_addr().unwrap());
+    let asked = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let log = std::sync::Arc::clone(&asked);
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut line = String::new();
+            let _ = std::io::BufRead::read_line(&mut std::io::BufReader::new(&stream), &mut line);
+            log.lock().unwrap().push(line.trim().to_owned());
+            let _ = stream.write_all(b"HTTP/1.1 403 no\r\ncontent-length: 0\r\n\r\n");
+        }
+    });
+    let pull = |name: &str, no_proxy: &str| {
+        let mut command = home.command(&["pull", name]);
+        command.env("HTTPS_PROXY", &proxy).env("NO_PROXY", no_proxy);
+        for other in
+            ["https_proxy", "no_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy"]
+        {
+            command.env_remove(other);
+        }
+        failed(&command.output().unwrap(), "pull", 8, &["cannot reach"]);
+        std::mem::take(&mut *asked.lock().unwrap())
+    };
+    let seen = pull("registry.invalid/app:1", "");
+    assert!(
+        !seen.is_empty() && seen.iter().all(|line| line.contains("registry.invalid:443")),
+        "{seen:?}"
+    );
+    assert_eq!(pull("registry.invalid/app:1", "registry.invalid"), Vec::<String>::new());
+    // Loopback never goes through a proxy.
+    assert_eq!(pull("127.0.0.1:1/app:1", ""), Vec::<String>::new());
+}
+
 /// The bake gate, in the lab where KVM cannot run stock guests.
 #[test]
 fn a_baked_template_is_proved_before_it_is_published() {
@@ -671,6 +914,48 @@ fn a_baked_template_is_proved_before_it_is_published() {
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(String::from_utf8_lossy(&output.stdout), "42\n", "{stderr}");
     assert!(!stderr.contains("baking"), "{stderr}");
+
+    // Before it has arrived: removed again, and run while it comes.
+    let sent = bytes_of(&document, "totalBytes");
+    let forget = |name: &str| {
+        home.ok(&["rm", name]);
+        home.ok(&["prune"]);
+    };
+    forget(&name);
+    let timings = home.path("store/timings.json");
+    let begin = ["run", "--pull", "lazy", "--timings", timings.to_str().unwrap(), &name, "--"];
+    let said = home.ok(&[&begin[..], &["python3", "-c", "print(6*7)"]].concat());
+    assert_eq!(said, "42");
+    let lazily: Value = serde_json::from_slice(&fs::read(&timings).unwrap()).unwrap();
+    assert_eq!(lazily["how"], "restored lazily", "{lazily}");
+    let early = bytes_of(&lazily, "fetchedBytesAtFirstExec");
+    println!("lazily: {early} of {sent} bytes before the first command");
+    assert!(early * 100 <= sent * 15, "{early} of {sent}");
+    // What is there is whole, and the rest can be had.
+    home.ok(&["pull", &name]);
+    assert_eq!(home.ok(&["verify", &name]), "clean");
+
+    // A registry that vanishes meanwhile: an error in time, whoever needs what is missing.
+    forget(&name);
+    let slow = format!("{}/team/debian:12", slow_line(&registry.host, 2 << 20));
+    let mut child = home
+        .command(&["run", "--pull", "lazy", "--patience", "3", &slow, "--", "/bin/sh", "-c"])
+        .arg("echo begun; sleep 2; cat /usr/bin/* /usr/lib/x86_64-linux-gnu/* > /dev/null")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = [0; 6];
+    std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut line).unwrap();
+    assert_eq!(&line, b"begun\n");
+    drop(registry);
+    let since = std::time::Instant::now();
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{stderr}");
+    let lost = ["Input/output error", "did not arrive"];
+    assert!(lost.iter().any(|lost| stderr.contains(lost)), "{stderr}");
+    assert!(since.elapsed() < Duration::from_secs(90), "{:?}: {stderr}", since.elapsed());
 }
 
 /// Ends a store's lab.

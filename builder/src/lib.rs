@@ -10,6 +10,8 @@ pub mod flatten;
 pub mod image;
 pub mod kernel;
 pub mod layer;
+pub mod provenance;
+pub mod sbom;
 pub mod source;
 pub mod tree;
 

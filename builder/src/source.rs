@@ -6,6 +6,7 @@
 //! An installed engine (`buildah`, `buildx`) gets the Dockerfile as it is; then the image alone
 //! says what there is to know.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use parbake_cache::template::{
@@ -136,6 +137,25 @@ impl Source {
             locked.verify(now, path)?;
         }
         Ok(())
+    }
+
+    /// What a template remembers of the files it was built from, as labels: the digest of the
+    /// Dockerfile or recipe, and that of the lock file if it was held to one.
+    #[must_use]
+    pub fn origin(&self) -> BTreeMap<String, String> {
+        let mut labels = BTreeMap::new();
+        let mut note = |label: &str, path: &Path| {
+            if let Ok(bytes) = std::fs::read(path) {
+                labels.insert(label.to_owned(), parbake_cache::Digest::of(&bytes).to_string());
+            }
+        };
+        if let Some(loaded) = &self.loaded {
+            note(crate::provenance::RECIPE_LABEL, &loaded.path);
+        }
+        if let Some((path, ..)) = &self.lock {
+            note(crate::provenance::LOCK_LABEL, path);
+        }
+        labels
     }
 
     /// Builds the image. `options` need no context.

@@ -286,19 +286,19 @@ fn images_are_these_bytes() {
             "varied",
             varied(),
             options(),
-            "c803630820d857b8ba94e595108a309e8959f26fa3adf2d3e414dbdb8e10836e",
+            "386fee74b30d31314cd4f8b3de3c1dfa629b9b33653cbe3484f9e883dbe47cb5",
         ),
         (
             "attributed",
             attributed(),
             journal,
-            "6e6ade32038043763d77dd9e5ee226eb7768960af970627e7ff257642d18f67a",
+            "ab2dcc9199f4e86972b2e87417ddf6ba8797fd19b54b2859d1530cafb44b149f",
         ),
         (
             "crowded",
             crowded(),
             options(),
-            "ec7999c91f3a9d7db10ea1b90d15e9c58d3a739f1a03e9b8eb5b1b568766c069",
+            "206e516be651911fe8d63e9ecba49b774d83419dce6e2673e3824b2949db6b05",
         ),
     ] {
         plot.finish(&asked);

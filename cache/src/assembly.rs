@@ -87,31 +87,6 @@ impl Assembly {
         &self.images[image].path
     }
 
-    /// An image's index.
-    pub(crate) fn index(&self, image: usize) -> &ChunkIndex {
-        &self.images[image].part.index
-    }
-
-    /// The chunks that are not there yet: image, and number.
-    pub(crate) fn missing(&self) -> impl Iterator<Item = (usize, u32)> {
-        let numbers = |(image, it): (usize, &Image)| {
-            it.missing.iter().map(|chunk| (image, chunk.number)).collect::<Vec<_>>()
-        };
-        self.images.iter().enumerate().flat_map(numbers)
-    }
-
-    /// Whether one chunk is what the index says.
-    pub(crate) fn is_right(&self, image: usize, number: u32) -> Result<bool, StoreError> {
-        let image = &self.images[image];
-        let chunks = image.part.index.chunks();
-        let Ok(at) = chunks.binary_search_by_key(&number, |chunk| chunk.number) else {
-            return Ok(true);
-        };
-        differing(&image.file, &image.part.index, &chunks[at..=at])
-            .map(|wrong| wrong.is_empty())
-            .map_err(StoreError::io("read", &image.path, 0))
-    }
-
     /// Bytes of the images that were there already.
     pub(crate) fn reused_bytes(&self) -> u64 {
         self.reused_bytes

@@ -26,12 +26,15 @@ impl Repository {
         more_scope: Option<&str>,
     ) -> Result<Response<Body>, RegistryError> {
         for tries in 0.. {
+            if self.options.is_cancelled() {
+                return Err(RegistryError::Interrupted);
+            }
             let last = tries >= self.options.retries;
             match self.once(method, target, headers, body, more_scope) {
                 Ok(response) if is_transient(response.status().as_u16()) && !last => {
-                    self.wait(tries, Some(&response));
+                    self.wait(tries, Some(&response))?;
                 }
-                Err(RegistryError::Unreachable { .. }) if !last => self.wait(tries, None),
+                Err(RegistryError::Unreachable { .. }) if !last => self.wait(tries, None)?,
                 result => return result,
             }
         }
@@ -185,13 +188,29 @@ impl Repository {
         Ok(bytes)
     }
 
-    pub(crate) fn wait(&self, tries: u32, response: Option<&Response<Body>>) {
+    /// Pauses before the next try.
+    pub(crate) fn wait(
+        &self,
+        tries: u32,
+        response: Option<&Response<Body>>,
+    ) -> Result<(), RegistryError> {
+        /// How soon a caller that wants to stop is noticed.
+        const LOOK: Duration = Duration::from_millis(100);
         let asked = response
             .and_then(|response| response.headers().get(header::RETRY_AFTER))
             .and_then(|value| value.to_str().ok()?.trim().parse().ok())
             .map(Duration::from_secs);
         let growing = self.options.pause.saturating_mul(1 << tries.min(10));
-        std::thread::sleep(asked.unwrap_or(growing).min(MAX_PAUSE));
+        let mut left = asked.unwrap_or(growing).min(MAX_PAUSE);
+        while !left.is_zero() {
+            if self.options.is_cancelled() {
+                return Err(RegistryError::Interrupted);
+            }
+            let step = left.min(LOOK);
+            std::thread::sleep(step);
+            left -= step;
+        }
+        Ok(())
     }
 }
 

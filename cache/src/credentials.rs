@@ -45,6 +45,8 @@ pub enum Credential {
 #[derive(Debug, Clone, Default)]
 pub struct Credentials {
     files: Vec<PathBuf>,
+    /// The one file was named by the user: it must be there.
+    explicit: bool,
     fixed: Option<Credential>,
 }
 
@@ -97,7 +99,7 @@ impl Credentials {
     /// The same for every registry.
     #[must_use]
     pub fn fixed(credential: Credential) -> Self {
-        Self { files: Vec::new(), fixed: Some(credential) }
+        Self { fixed: Some(credential), ..Self::default() }
     }
 
     /// What this user's environment offers. `explicit` is `--authfile`.
@@ -105,8 +107,11 @@ impl Credentials {
     pub fn from_environment(explicit: Option<&Path>) -> Self {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         let path = |name| variable(name).map(PathBuf::from);
-        if let Some(only) = explicit.map(Path::to_owned).or_else(|| path("REGISTRY_AUTH_FILE")) {
-            return Self { files: vec![only], fixed: None };
+        if let Some(only) = explicit {
+            return Self { files: vec![only.to_owned()], explicit: true, fixed: None };
+        }
+        if let Some(only) = path("REGISTRY_AUTH_FILE") {
+            return Self::from_files(vec![only]);
         }
         let home = path("HOME");
         let in_home = |inside: &str| home.as_ref().map(|home| home.join(inside));
@@ -120,13 +125,13 @@ impl Credentials {
                 .map(|directory| directory.join("config.json")),
             in_home(".dockercfg"),
         ];
-        Self { files: files.into_iter().flatten().collect(), fixed: None }
+        Self::from_files(files.into_iter().flatten().collect())
     }
 
     /// Looks in these files only, in this order.
     #[must_use]
     pub fn from_files(files: Vec<PathBuf>) -> Self {
-        Self { files, fixed: None }
+        Self { files, ..Self::default() }
     }
 
     /// Finds the credential for a repository (`host[:port]`, `team/py`).
@@ -142,7 +147,13 @@ impl Credentials {
             return Ok(self.fixed.clone());
         }
         for path in &self.files {
-            let Some(content) = read(path)? else { continue };
+            let Some(content) = read(path)? else {
+                if self.explicit && !path.exists() {
+                    let source = io::ErrorKind::NotFound.into();
+                    return Err(CredentialError::File { path: path.clone(), source });
+                }
+                continue;
+            };
             let found = lookup_in(path, &content, host, repository)?;
             if found.is_some() {
                 return Ok(found);
@@ -242,8 +253,15 @@ fn lookup_in(
     host: &str,
     repository: &str,
 ) -> Result<Option<Credential>, CredentialError> {
-    if let Some(helper) = content["credHelpers"][host].as_str() {
-        return ask_helper(helper, host);
+    // One registry goes by a name of its own in these files.
+    let hosts: &[&str] = match host {
+        "docker.io" => &["docker.io", "index.docker.io"],
+        host => &[host],
+    };
+    for host in hosts {
+        if let Some(helper) = content["credHelpers"][host].as_str() {
+            return ask_helper(helper, host);
+        }
     }
     // `.dockercfg` has its entries at the top.
     let auths = content.get("auths").unwrap_or(content);
@@ -253,7 +271,7 @@ fn lookup_in(
         .flatten()
         .map(|(key, value)| (plain(key), (key.as_str(), value)))
         .collect();
-    for key in keys(host, repository) {
+    for key in hosts.iter().flat_map(|host| keys(host, repository)) {
         let Some((entry, value)) = entries.get(key.as_str()) else { continue };
         if let Some(found) = decode(value).map_err(|()| CredentialError::Entry {
             path: path.to_owned(),
@@ -337,16 +355,32 @@ fn ask_helper(helper: &str, host: &str) -> Result<Option<Credential>, Credential
         }
         return Err(failed(status.to_string()));
     }
-    let answer: Value =
-        serde_json::from_slice(&output).map_err(|_| failed("its answer is not JSON".to_owned()))?;
-    match (answer["Username"].as_str(), answer["Secret"].as_str()) {
-        (_, None | Some("")) => Ok(None),
-        (Some(TOKEN_USER), Some(secret)) => Ok(Some(Credential::Identity(secret.to_owned()))),
-        (user, Some(secret)) => Ok(Some(Credential::Basic {
+    answered(&output).ok_or_else(|| failed("its answer is not JSON".to_owned()))
+}
+
+/// What a helper said; the outer nothing when it is no answer.
+fn answered(output: &[u8]) -> Option<Option<Credential>> {
+    let answer: Value = serde_json::from_slice(output).ok()?;
+    Some(match (answer["Username"].as_str(), answer["Secret"].as_str()) {
+        (_, None | Some("")) => None,
+        (Some(TOKEN_USER), Some(secret)) => Some(Credential::Identity(secret.to_owned())),
+        (user, Some(secret)) => Some(Credential::Basic {
             user: user.unwrap_or_default().to_owned(),
             password: secret.to_owned(),
-        })),
+        }),
+    })
+}
+
+/// For `cache/fuzz`.
+pub(crate) fn fuzz(content: &[u8], host: &str, repository: &str) {
+    let _ = answered(content);
+    let Ok(mut content) = serde_json::from_slice::<Value>(content) else { return };
+    // No helper is run.
+    if let Some(fields) = content.as_object_mut() {
+        fields.remove("credHelpers");
+        fields.remove("credsStore");
     }
+    let _ = lookup_in(Path::new(""), &content, host, repository);
 }
 
 #[cfg(test)]
@@ -379,9 +413,10 @@ mod tests {
             "config.json",
             &format!(
                 r#"{{"auths":{{"https://index.example/v1/":{{"auth":"{}"}},"reg.example:5000":{{"auth":"{}"}},
-                    "bad.example":{{"auth":"%%%"}}}}}}"#,
+                    "https://index.docker.io/v1/":{{"auth":"{}"}},"bad.example":{{"auth":"%%%"}}}}}}"#,
                 auth("old:o"),
-                auth("late:l")
+                auth("late:l"),
+                auth("hub:h")
             ),
         );
         let third =
@@ -395,6 +430,7 @@ mod tests {
         assert_eq!(found("empty.example", "x"), basic("e", "e"));
         assert_eq!(found("id.example", "x"), Some(Credential::Identity("t".to_owned())));
         assert_eq!(found("reg.example", "x"), None);
+        assert_eq!(found("docker.io", "library/x"), basic("hub", "h"));
         let error = credentials.lookup("bad.example", "x").unwrap_err();
         assert!(!error.to_string().contains("%%%"), "{error}");
         assert_eq!(format!("{:?}", basic("u", "secret")), "Some(Basic(\"u\", …))");

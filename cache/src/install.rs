@@ -178,7 +178,22 @@ impl<'a> Installer<'a> {
 
     /// Brings everything but the images.
     pub(crate) fn install_small(&self, config: &ArtifactConfig) -> Result<(), InstallError> {
-        self.install_blobs(config)?;
+        self.install_blobs(config, &|_| true)?;
+        self.install_documents(config)
+    }
+
+    /// Brings what a restore needs before any image: the documents, and the machine's state. A bare
+    /// template is booted, and needs its kernel.
+    pub(crate) fn install_first(&self, config: &ArtifactConfig) -> Result<(), InstallError> {
+        self.install_documents(config)?;
+        let state = match &config.snapshot {
+            None => None,
+            Some(snapshot) => Some(self.store.get_json::<SnapshotManifest>(snapshot)?.state.digest),
+        };
+        self.install_blobs(config, &|digest| state.is_none_or(|state| state == *digest))
+    }
+
+    fn install_documents(&self, config: &ArtifactConfig) -> Result<(), InstallError> {
         for object in &config.objects {
             if let ArtifactObject::Document { digest } = object {
                 let layer = self.manifest.layer(digest)?;
@@ -368,11 +383,15 @@ impl<'a> Installer<'a> {
         Ok(())
     }
 
-    fn install_blobs(&self, config: &ArtifactConfig) -> Result<(), InstallError> {
+    fn install_blobs(
+        &self,
+        config: &ArtifactConfig,
+        wanted: &dyn Fn(&Digest) -> bool,
+    ) -> Result<(), InstallError> {
         let staging = self.store.stage()?;
         for object in &config.objects {
             let ArtifactObject::Blob { digest, size, layer } = object else { continue };
-            if self.store.hold_blob(digest)? {
+            if !wanted(digest) || self.store.hold_blob(digest)? {
                 continue;
             }
             let layer = self.manifest.layer(layer)?;

@@ -9,11 +9,16 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::Digest;
-use crate::artifact::{self, ArtifactError, Descriptor, INDEX_TYPE, Index, MAX_MANIFEST_BYTES};
+use crate::artifact::{
+    self, ARTIFACT_TYPE, ArtifactError, Descriptor, INDEX_TYPE, Index, MANIFEST_TYPE, MAX_ITEMS,
+    MAX_MANIFEST_BYTES,
+};
 use crate::error::StoreError;
 use crate::install::{BlobSource, InstallError};
 use crate::name::TemplateName;
 use crate::publish::{Blob, Content, Publication};
+use crate::referrers::{ReferrerSource, fallback_tag, is_fallback_tag, refers_to};
+use crate::statements::Statements;
 
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
 const LAYOUT_FILE: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
@@ -101,11 +106,16 @@ impl Publication {
 
     /// Every blob, manifests and index included.
     pub(crate) fn all(&self) -> impl Iterator<Item = &Blob> {
-        self.blobs.iter().chain(&self.manifests).chain([&self.index])
+        self.blobs.iter().chain(&self.manifests).chain([&self.index]).chain(&self.attached)
     }
 
     /// The layout's `index.json`.
     fn top(&self, name: &TemplateName) -> Vec<u8> {
+        let attached = self
+            .attached
+            .iter()
+            .map(|blob| blob.descriptor.clone())
+            .filter(|descriptor| descriptor.media_type == MANIFEST_TYPE);
         let mut descriptor = self.index.descriptor.clone();
         descriptor.annotations.insert(REF_NAME.to_owned(), name.tag().to_owned());
         descriptor.annotations.insert("io.containerd.image.name".to_owned(), name.to_string());
@@ -113,9 +123,23 @@ impl Publication {
             schema_version: 2,
             media_type: Some(INDEX_TYPE.to_owned()),
             artifact_type: None,
-            manifests: vec![descriptor],
+            manifests: std::iter::once(descriptor).chain(attached).collect(),
             annotations: BTreeMap::new(),
         })
+    }
+
+    /// Adds what is to be said about it to what is exported.
+    pub fn attach(&mut self, statements: &Statements, name: &TemplateName) {
+        let root = self.index.descriptor.clone();
+        for attachment in statements.attachments(&root.digest, &name.to_string()) {
+            for blob in attachment.blobs(&root) {
+                // All have the same config, which says nothing.
+                if self.attached.iter().all(|kept| kept.descriptor.digest != blob.descriptor.digest)
+                {
+                    self.attached.push(blob);
+                }
+            }
+        }
     }
 }
 
@@ -152,10 +176,13 @@ impl Layout {
         let io = |error| StoreError::io("read", &self.path, 0)(error);
         let bytes = self.read("index.json", MAX_MANIFEST_BYTES).map_err(io)?;
         let mut index = Index::parse(&bytes, &Digest::of(&bytes))?;
+        // What is attached to others is no choice.
+        let named = |entry: &Descriptor| entry.annotations.get(REF_NAME).cloned();
+        index.manifests.retain(|entry| !named(entry).is_some_and(|name| is_fallback_tag(&name)));
         if let Some(tag) = tag {
-            index
-                .manifests
-                .retain(|entry| entry.annotations.get(REF_NAME).is_some_and(|n| n == tag));
+            index.manifests.retain(|entry| named(entry).is_some_and(|name| name == tag));
+        } else if index.manifests.iter().any(|entry| named(entry).is_some()) {
+            index.manifests.retain(|entry| named(entry).is_some());
         }
         let found = index.manifests.len();
         match index.manifests.pop() {
@@ -211,6 +238,29 @@ impl BlobSource for Layout {
 
     fn parallel(&self) -> usize {
         std::thread::available_parallelism().map_or(1, usize::from)
+    }
+}
+
+impl ReferrerSource for Layout {
+    fn referrers(&self, subject: &Digest) -> io::Result<Vec<Descriptor>> {
+        let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
+        let parse = |bytes: &[u8]| Index::parse(bytes, &Digest::of(bytes)).map_err(invalid);
+        let index = parse(&self.read("index.json", MAX_MANIFEST_BYTES)?)?;
+        let tag = fallback_tag(subject);
+        let mut found = Vec::new();
+        for entry in index.manifests {
+            let name = format!("blobs/sha256/{}", entry.digest.hex());
+            if entry.annotations.get(REF_NAME).is_some_and(|name| *name == tag) {
+                found.extend(parse(&self.read(&name, MAX_MANIFEST_BYTES)?)?.manifests);
+            } else if entry.media_type == MANIFEST_TYPE
+                && entry.artifact_type.as_deref() != Some(ARTIFACT_TYPE)
+                && refers_to(&self.read(&name, MAX_MANIFEST_BYTES)?, subject)
+            {
+                found.push(entry);
+            }
+        }
+        found.truncate(MAX_ITEMS);
+        Ok(found)
     }
 }
 

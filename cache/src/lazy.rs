@@ -7,10 +7,15 @@
 //!                      │  background: the working set in its order, then the rest
 //!                      └─ dropped: what has arrived stays in partial/ for the next time
 //! ```
-//! `begin` fetches what is small: documents, kernel, state, indexes, page maps, directories. The
-//! images are files that fill up. Whoever reads one says first which bytes ([`LazyPull::ensure`]),
-//! and reads them when that returns: they are there and checked against the index. The files stay
-//! the same files when they are complete and published, so nothing needs to be opened again.
+//! `begin` fetches what is small: documents, state, indexes, page maps, directories. The images are
+//! files that fill up. Whoever reads one says first which bytes ([`LazyPull::ensure`]), and reads
+//! them when that returns: they are there, and every run of pages they came in was checked against
+//! the digest in its pack's directory; whole chunks are checked against the image's index before it
+//! is published. The files stay the same files then, so nothing needs to be opened again. The kernel,
+//! which no restore needs, comes at the end.
+//!
+//! With [`LazyPull::begin_held`], the background stops after the working set until
+//! [`LazyPull::release`]: what the first command of a sandbox waits for has the line for itself.
 //!
 //! # When the registry goes away
 //! A fetch that fails is tried again as long as the pull lives. Whoever waits gets an error that
@@ -113,6 +118,8 @@ pub struct LazyPull {
     config: ArtifactConfig,
     source: Arc<dyn BlobSource + Send + Sync>,
     small_bytes: u64,
+    /// The working set's pages.
+    wanted: HashSet<(Digest, u32)>,
 }
 
 type FrameId = (u16, u32);
@@ -124,7 +131,7 @@ struct Inner {
     directories: BTreeMap<u16, Directory>,
     assembly: Assembly,
     targets: HashMap<FrameId, Vec<Target>>,
-    /// The frames that a chunk needs.
+    /// The frame, or the frames, that a page needs.
     frames_of: HashMap<(usize, u32), Vec<FrameId>>,
     state: Mutex<State>,
     changed: Condvar,
@@ -136,9 +143,11 @@ struct State {
     urgent: VecDeque<FrameId>,
     /// Wanted sooner or later, in this order.
     background: VecDeque<FrameId>,
+    /// The same, but not yet.
+    held: VecDeque<FrameId>,
     fetching: HashSet<FrameId>,
     placed: HashSet<FrameId>,
-    /// Chunks that were checked after all their frames were placed.
+    /// Pages all of whose frames are placed.
     right: HashSet<(usize, u32)>,
     /// Frames that came damaged once.
     suspect: HashSet<FrameId>,
@@ -161,6 +170,21 @@ impl LazyPull {
         manifest: Manifest,
         config: ArtifactConfig,
     ) -> Result<Self, InstallError> {
+        let pull = Self::begin_held(store, source, manifest, config)?;
+        pull.release();
+        Ok(pull)
+    }
+
+    /// The same, but of the rest only the working set, until [`LazyPull::release`].
+    ///
+    /// # Errors
+    /// As [`LazyPull::begin`].
+    pub fn begin_held(
+        store: &Store,
+        source: Arc<dyn BlobSource + Send + Sync>,
+        manifest: Manifest,
+        config: ArtifactConfig,
+    ) -> Result<Self, InstallError> {
         let manifest = Arc::new(manifest);
         let small = std::sync::atomic::AtomicU64::new(0);
         let count = |event| {
@@ -169,7 +193,7 @@ impl LazyPull {
             }
         };
         let installer = Installer::new(store, &*source, &manifest, &count);
-        installer.install_small(&config)?;
+        installer.install_first(&config)?;
         let order = working_set(&installer, store, &config)?;
         let assembly = Assembly::begin(store, installer.parts(&config)?)?;
         let inner = match assembly {
@@ -195,7 +219,8 @@ impl LazyPull {
                 .collect(),
         };
         let small_bytes = small.into_inner();
-        Ok(Self { inner, workers, store: store.clone(), manifest, config, source, small_bytes })
+        let (store, wanted) = (store.clone(), order.into_iter().collect());
+        Ok(Self { inner, workers, store, manifest, config, source, small_bytes, wanted })
     }
 
     /// Where an image of the template is: complete or filling up, it is the same file.
@@ -207,6 +232,16 @@ impl LazyPull {
             inner.assembly.position(image).map(|at| inner.assembly.path(at).to_owned())
         });
         filling.map_or_else(|| self.store.path(image), Ok)
+    }
+
+    /// Lets the rest come.
+    pub fn release(&self) {
+        if let Some(inner) = &self.inner {
+            let mut state = inner.lock();
+            let held = std::mem::take(&mut state.held);
+            state.background.extend(held);
+            inner.changed.notify_all();
+        }
     }
 
     /// Waits until the bytes are there, and right.
@@ -223,6 +258,23 @@ impl LazyPull {
         // What is not being put together was there from the beginning.
         let Some(position) = inner.assembly.position(image) else { return Ok(()) };
         inner.ensure(image, position, &range, patience)
+    }
+
+    /// Whether the bytes belong to the working set and are there and right, without waiting.
+    #[must_use]
+    pub fn is_there(&self, image: &Digest, range: Range<u64>) -> bool {
+        let Some(inner) = &self.inner else { return false };
+        let Some(position) = inner.assembly.position(image) else { return false };
+        let state = inner.lock();
+        let placed = |page: u64| {
+            let Ok(page) = u32::try_from(page) else { return false };
+            if !self.wanted.contains(&(*image, page)) {
+                return false;
+            }
+            let frames = inner.frames_of.get(&(position, page));
+            frames.is_none_or(|frames| frames.iter().all(|id| state.placed.contains(id)))
+        };
+        (range.start / PAGE as u64..range.end.div_ceil(PAGE as u64)).all(placed)
     }
 
     /// Waits until the working set is there; without one, for nothing.
@@ -306,17 +358,13 @@ impl Inner {
         assembly: Assembly,
         targets: HashMap<FrameId, Vec<Target>>,
     ) -> Self {
-        let missing: HashSet<(usize, u32)> = assembly.missing().collect();
         let mut frames_of: HashMap<(usize, u32), Vec<FrameId>> = HashMap::new();
         for (id, targets) in &targets {
             for target in targets {
-                let per_chunk = assembly.index(target.image).chunk_size() / PAGE as u32;
-                let first = target.extent.page / per_chunk;
-                let last = (target.extent.page + target.extent.count - 1) / per_chunk;
-                for number in first..=last {
-                    let chunk = (target.image, number);
-                    if missing.contains(&chunk) {
-                        frames_of.entry(chunk).or_default().push(*id);
+                for number in target.extent.page..target.extent.page + target.extent.count {
+                    let frames = frames_of.entry((target.image, number)).or_default();
+                    if frames.last() != Some(id) {
+                        frames.push(*id);
                     }
                 }
             }
@@ -334,14 +382,13 @@ impl Inner {
         &self.directories[&pack].frames()[number as usize]
     }
 
-    /// Queues the working set in its order, then everything in the packs' order.
+    /// Queues the working set in its order; holds everything else, in the packs' order.
     fn queue_background(&self, order: &[(Digest, u32)]) {
         let mut state = self.lock();
         let mut queued = HashSet::new();
         for (image, page) in order {
             let Some(position) = self.assembly.position(image) else { continue };
-            let per_chunk = self.assembly.index(position).chunk_size() / PAGE as u32;
-            for id in self.frames_of.get(&(position, page / per_chunk)).into_iter().flatten() {
+            for id in self.frames_of.get(&(position, *page)).into_iter().flatten() {
                 if queued.insert(*id) {
                     state.background.push_back(*id);
                 }
@@ -350,7 +397,7 @@ impl Inner {
         let mut rest: Vec<_> =
             self.targets.keys().copied().filter(|id| !queued.contains(id)).collect();
         rest.sort_unstable();
-        state.background.extend(rest);
+        state.held.extend(rest);
     }
 
     fn ensure(
@@ -361,15 +408,14 @@ impl Inner {
         patience: Patience,
     ) -> Result<(), LazyError> {
         let started = Instant::now();
-        let size = u64::from(self.assembly.index(position).chunk_size());
-        let chunks: Vec<u32> = (range.start / size..range.end.div_ceil(size))
+        let pages: Vec<u32> = (range.start / PAGE as u64..range.end.div_ceil(PAGE as u64))
             .filter_map(|number| u32::try_from(number).ok())
             .filter(|number| self.frames_of.contains_key(&(position, *number)))
             .collect();
         let mut state = self.lock();
         let failures_before = state.failures;
-        for chunk in chunks {
-            let key = (position, chunk);
+        for page in pages {
+            let key = (position, page);
             loop {
                 if state.right.contains(&key) {
                     break;
@@ -378,11 +424,6 @@ impl Inner {
                 let absent: Vec<FrameId> =
                     frames.iter().copied().filter(|id| !state.placed.contains(id)).collect();
                 if absent.is_empty() {
-                    drop(state);
-                    if !self.assembly.is_right(position, chunk)? {
-                        return Err(LazyError::Damaged { image: *image, chunk });
-                    }
-                    state = self.lock();
                     state.right.insert(key);
                     break;
                 }

@@ -64,6 +64,8 @@ pub struct Publication {
     pub index: Blob,
     /// What it took.
     pub stats: PublishStats,
+    /// What is said about it, in an export.
+    pub attached: Vec<Blob>,
     _lease: Lease,
     staging: Staging,
 }
@@ -301,6 +303,7 @@ impl Publisher<'_> {
             manifests,
             index,
             stats,
+            attached: Vec::new(),
             _lease: lease,
             staging: self.staging,
         })

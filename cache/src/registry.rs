@@ -23,7 +23,9 @@
 //! what `Retry-After` says. A 401 fetches a new token once. Anything else is an answer.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::io::{self, Read};
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -35,6 +37,8 @@ use crate::artifact::{Descriptor, INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES}
 use crate::conversation::{is_transient, no_body};
 use crate::credentials::{Credential, CredentialError, Credentials};
 use crate::install::BlobSource;
+use crate::registries::{Place, Registries};
+use crate::trust::Trust;
 
 /// More than any token or error answer has.
 pub(crate) const MAX_ANSWER_BYTES: u64 = 1024 * 1024;
@@ -54,6 +58,12 @@ pub struct RegistryOptions {
     pub parallel: usize,
     /// The longest silence in the middle of an answer.
     pub stall: Duration,
+    /// What `registries.conf` says: mirrors, other places, registries that are blocked.
+    pub registries: Registries,
+    /// What must be known of a template before it is taken in.
+    pub trust: Trust,
+    /// Whether to stop: asked between requests and while bytes flow.
+    pub cancelled: Option<fn() -> bool>,
 }
 
 impl Default for RegistryOptions {
@@ -65,7 +75,16 @@ impl Default for RegistryOptions {
             pause: Duration::from_millis(250),
             parallel: 4,
             stall: Duration::from_secs(30),
+            registries: Registries::default(),
+            trust: Trust::default(),
+            cancelled: None,
         }
+    }
+}
+
+impl RegistryOptions {
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancelled.is_some_and(|cancelled| cancelled())
     }
 }
 
@@ -158,6 +177,19 @@ pub enum RegistryError {
         /// Where they would have gone.
         host: String,
     },
+    /// The user's own configuration forbids it.
+    #[error("{host}/{repository} is blocked by {file}", file = file.display())]
+    Blocked {
+        /// The registry.
+        host: String,
+        /// The repository.
+        repository: String,
+        /// The file that says so.
+        file: PathBuf,
+    },
+    /// The caller wanted to stop.
+    #[error("interrupted")]
+    Interrupted,
     /// Credentials could not be read.
     #[error(transparent)]
     Credentials(#[from] CredentialError),
@@ -195,6 +227,7 @@ impl From<RegistryError> for io::Error {
             RegistryError::Unauthorized { .. } | RegistryError::Denied { .. } => {
                 io::ErrorKind::PermissionDenied
             }
+            // Not the kind of the same name: whoever reads would try again.
             _ => io::ErrorKind::Other,
         };
         Self::new(kind, error)
@@ -213,6 +246,18 @@ impl Repository {
         repository: &str,
         access: Access,
     ) -> Result<Self, RegistryError> {
+        let insecure = options.registries.is_insecure(host, repository);
+        Self::open_place(options, &Place::new(host, repository, insecure), access)
+    }
+
+    /// The same for a place that the configuration led to.
+    pub(crate) fn open_place(
+        options: &RegistryOptions,
+        place: &Place,
+        access: Access,
+    ) -> Result<Self, RegistryError> {
+        let Place { host, repository, insecure } = place;
+        let host = host.as_str();
         let loopback = is_loopback(host);
         let mut config = Agent::config_builder()
             .http_status_as_error(false)
@@ -235,7 +280,7 @@ impl Repository {
         }
         let agent: Agent = config.build().into();
         let named = options.plain_http.iter().any(|plain| plain == host);
-        let plain = (loopback || named) && !speaks_tls(&agent, host);
+        let plain = (loopback || named || *insecure) && !speaks_tls(&agent, host);
         let scheme = if plain { "http" } else { "https" };
         // The name in references and the host behind it differ for one registry only.
         let authority = if host == "docker.io" { "registry-1.docker.io" } else { host };
@@ -244,7 +289,7 @@ impl Repository {
             agent,
             options: options.clone(),
             host: host.to_owned(),
-            repository: repository.to_owned(),
+            repository: repository.clone(),
             base: format!("{scheme}://{authority}"),
             access,
             plain,
@@ -269,6 +314,22 @@ impl Repository {
     /// # Errors
     /// When it is not there or too large, or the bytes are not what was asked for.
     pub fn manifest(&self, reference: &str) -> Result<Fetched, RegistryError> {
+        let (media_type, bytes) = self.document(reference)?;
+        let digest = Digest::of(&bytes);
+        if reference.contains(':') && reference != digest.to_string() {
+            let what = format!("{reference} came with bytes that hash to {digest}");
+            return Err(RegistryError::Protocol { host: self.host.clone(), what });
+        }
+        let descriptor = Descriptor::new(&media_type, digest, bytes.len() as u64);
+        Ok(Fetched { descriptor, bytes })
+    }
+
+    /// Fetches what a tag or a digest, of whatever algorithm, stands for: its media type and bytes.
+    /// The bytes are not checked.
+    ///
+    /// # Errors
+    /// When it is not there or too large.
+    pub fn document(&self, reference: &str) -> Result<(String, Vec<u8>), RegistryError> {
         let path = format!("/v2/{}/manifests/{reference}", self.repository);
         let accept = [
             INDEX_TYPE,
@@ -278,24 +339,13 @@ impl Repository {
         ];
         let headers = [("accept", accept.join(", "))];
         let response = self.request(&Method::GET, &path, &headers, None, None)?;
-        let what = format!("{}:{reference}", self.repository);
+        let what = match reference.contains(':') {
+            true => format!("{}@{reference}", self.repository),
+            false => format!("{}:{reference}", self.repository),
+        };
         let mut response = self.expect(response, &[200], &what)?;
-        let media_type = response
-            .headers()
-            .get(header::CONTENT_TYPE)
-            .and_then(|value| value.to_str().ok())
-            .and_then(|value| value.split(';').next())
-            .unwrap_or(MANIFEST_TYPE)
-            .trim()
-            .to_owned();
         let bytes = self.read_bounded(response.body_mut(), MAX_MANIFEST_BYTES, &what)?;
-        let digest = Digest::of(&bytes);
-        if reference.contains(':') && reference != digest.to_string() {
-            let what = format!("{reference} came with bytes that hash to {digest}");
-            return Err(RegistryError::Protocol { host: self.host.clone(), what });
-        }
-        let descriptor = Descriptor::new(&media_type, digest, bytes.len() as u64);
-        Ok(Fetched { descriptor, bytes })
+        Ok((media_type(&response).unwrap_or(MANIFEST_TYPE.to_owned()), bytes))
     }
 
     /// Stores a manifest or index under a tag or its digest.
@@ -308,6 +358,17 @@ impl Repository {
         media_type: &str,
         bytes: &[u8],
     ) -> Result<(), RegistryError> {
+        self.put_document(reference, media_type, bytes).map(drop)
+    }
+
+    /// The same; tells whether the registry has taken note of the manifest's subject by itself
+    /// (OCI distribution specification, pushing manifests with subject).
+    pub(crate) fn put_document(
+        &self,
+        reference: &str,
+        media_type: &str,
+        bytes: &[u8],
+    ) -> Result<bool, RegistryError> {
         let path = format!("/v2/{}/manifests/{reference}", self.repository);
         let owned = bytes.to_vec();
         let body = move || {
@@ -316,7 +377,8 @@ impl Repository {
         };
         let headers = [("content-type", media_type.to_owned())];
         let response = self.request(&Method::PUT, &path, &headers, Some(&body), None)?;
-        self.expect(response, &[200, 201, 202], "the manifest").map(drop)
+        let response = self.expect(response, &[200, 201, 202], "the manifest")?;
+        Ok(response.headers().contains_key("oci-subject"))
     }
 
     /// Whether the repository has the blob.
@@ -332,13 +394,14 @@ impl Repository {
         }
     }
 
-    /// Opens `len` bytes of a blob from `offset` on. The bytes are not checked.
+    /// Opens a range of a blob of `size` bytes, known by a digest of whatever algorithm; up to
+    /// `u64::MAX` is all that comes. The bytes are not checked.
     ///
     /// # Errors
     /// When it is not there.
     pub fn blob(
         &self,
-        digest: &Digest,
+        digest: &dyn Display,
         range: std::ops::Range<u64>,
         size: u64,
     ) -> Result<impl Read + Send + use<>, RegistryError> {
@@ -346,7 +409,10 @@ impl Repository {
         let whole = range.start == 0 && range.end >= size;
         let mut headers = Vec::new();
         if !whole {
-            let last = range.end.max(1) - 1;
+            let last = match range.end {
+                u64::MAX => String::new(),
+                end => (end.max(1) - 1).to_string(),
+            };
             headers.push(("range", format!("bytes={}-{last}", range.start)));
         }
         let response = self.request(&Method::GET, &path, &headers, None, None)?;
@@ -365,7 +431,8 @@ impl Repository {
         io::copy(&mut Read::take(&mut body, skip), &mut io::sink()).map_err(|error| {
             RegistryError::Unreachable { host: self.host.clone(), what: error.to_string() }
         })?;
-        Ok(body.take(range.end - range.start))
+        let cancelled = self.options.cancelled;
+        Ok(Watched { inner: body.take(range.end - range.start), cancelled })
     }
 
     /// Takes a blob over from another repository of the same registry; `false` when that does not
@@ -413,7 +480,11 @@ impl Repository {
             })?;
             let separator = if location.contains('?') { '&' } else { '?' };
             let target = format!("{location}{separator}digest={}", blob.digest);
-            let body = || Ok((SendBody::from_owned_reader(open()?), blob.size));
+            let cancelled = self.options.cancelled;
+            let body = || {
+                let watched = Watched { inner: open()?, cancelled };
+                Ok((SendBody::from_owned_reader(watched), blob.size))
+            };
             let headers = [("content-type", "application/octet-stream".to_owned())];
             // An upload that broke cannot be sent to the same place again.
             let sent = self.once(&Method::PUT, &target, &headers, Some(&body), None);
@@ -424,11 +495,18 @@ impl Repository {
                 Ok(response) if tries >= self.options.retries => {
                     return self.expect(response, &[201, 204], &what).map(drop);
                 }
-                Err(error @ RegistryError::Unreachable { .. }) if tries >= self.options.retries => {
+                Err(error @ RegistryError::Unreachable { .. })
+                    if tries >= self.options.retries && !self.options.is_cancelled() =>
+                {
                     return Err(error);
                 }
-                Ok(response) => self.wait(tries, Some(&response)),
-                Err(RegistryError::Unreachable { .. }) => self.wait(tries, None),
+                Ok(response) => self.wait(tries, Some(&response))?,
+                Err(RegistryError::Unreachable { .. }) if self.options.is_cancelled() => {
+                    // Begun uploads are not worth keeping: what is complete is there already.
+                    let _ = self.once(&Method::DELETE, &location, &[], None, None);
+                    return Err(RegistryError::Interrupted);
+                }
+                Err(RegistryError::Unreachable { .. }) => self.wait(tries, None)?,
                 Err(error) => return Err(error),
             }
             tries += 1;
@@ -455,6 +533,27 @@ impl BlobSource for Repository {
     fn parallel(&self) -> usize {
         self.options.parallel.max(1)
     }
+}
+
+/// Bytes on their way, until the caller wants to stop.
+struct Watched<R> {
+    inner: R,
+    cancelled: Option<fn() -> bool>,
+}
+
+impl<R: Read> Read for Watched<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.cancelled.is_some_and(|cancelled| cancelled()) {
+            return Err(RegistryError::Interrupted.into());
+        }
+        self.inner.read(buffer)
+    }
+}
+
+/// The type an answer says it has, without parameters.
+pub(crate) fn media_type(response: &Response<Body>) -> Option<String> {
+    let value = response.headers().get(header::CONTENT_TYPE)?.to_str().ok()?;
+    Some(value.split(';').next()?.trim().to_owned())
 }
 
 /// Whether `host[:port]` is this machine.

@@ -12,13 +12,16 @@ use crate::artifact::{
     PackRecord,
 };
 use crate::error::StoreError;
+use crate::find;
 use crate::install::{InstallError, InstallEvent, fetch_verified};
 use crate::name::TemplateName;
 use crate::pack::{Directory, MAX_DIRECTORY_BYTES};
 use crate::publish::{BasePack, Blob, Content, Publication, PublishError, PublishOptions};
 use crate::reference;
 use crate::registry::{Access, RegistryError, RegistryOptions, Repository};
+use crate::statements::Statements;
 use crate::store::Store;
+use crate::trust::TrustError;
 use crate::variant::{self, Choice, PullReport, manifests};
 
 /// How many places are looked at for packs to build upon, besides the tag itself.
@@ -36,6 +39,8 @@ pub struct PushOptions {
     pub compat_image: bool,
     /// Send everything afresh: neither this tag's packs nor any other's are built upon.
     pub fresh: bool,
+    /// What to say about it, signed or not.
+    pub statements: Statements,
 }
 
 /// What happens while pushing.
@@ -75,6 +80,8 @@ pub struct PushReport {
     pub existing_bytes: u64,
     /// Bytes of all that the artifact links.
     pub total_bytes: u64,
+    /// What is attached to it now, of what was to be.
+    pub attached: Vec<Digest>,
 }
 
 /// A push or pull failed.
@@ -87,6 +94,9 @@ pub enum TransportError {
     /// The registry.
     #[error(transparent)]
     Registry(#[from] RegistryError),
+    /// It is not to be trusted.
+    #[error(transparent)]
+    Trust(#[from] TrustError),
     /// The store.
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -157,6 +167,13 @@ impl Store {
         for manifest in &publication.manifests {
             put(&target, manifest, &manifest.descriptor.digest.to_string())?;
         }
+        // Attached before the tag is set: whoever demands a signature finds it.
+        let root = &publication.index.descriptor;
+        let attachments = options.statements.attachments(&root.digest, &what_it_is(name));
+        if !attachments.is_empty() {
+            put(&target, &publication.index, &root.digest.to_string())?;
+        }
+        report.attached = target.attach(root, &attachments)?;
         put(&target, &publication.index, name.tag())?;
         report.digest = Some(publication.index.descriptor.digest);
         report.replaced = replaced;
@@ -179,13 +196,8 @@ impl Store {
         choice: &Choice,
         observer: &(dyn Fn(InstallEvent) + Sync),
     ) -> Result<PullReport, TransportError> {
-        let host = registry_of(name)?;
-        let source = Repository::open(registry, host, name.repository(), Access::Pull)?;
-        let root = match pinned {
-            Some(digest) => source.manifest(&digest.to_string())?,
-            None => source.manifest(name.tag())?,
-        };
-        let root = root.descriptor;
+        let found = find::template(name, pinned, registry)?;
+        let (source, root) = (found.source, found.root.descriptor);
         let report = variant::install(self, &source, &root, &name.to_string(), choice, observer)?;
         self.tag(name, &report.template)?;
         self.remember_remote(name, &root.digest)?;
@@ -350,6 +362,14 @@ fn put(target: &Repository, blob: &Blob, reference: &str) -> Result<(), Registry
     match &blob.content {
         Content::Bytes(bytes) => target.put_manifest(reference, &blob.descriptor.media_type, bytes),
         Content::File(_) | Content::Elsewhere => Ok(()),
+    }
+}
+
+/// A name without its tag, which may move.
+fn what_it_is(name: &TemplateName) -> String {
+    match name.registry() {
+        Some(host) => format!("{host}/{}", name.repository()),
+        None => name.repository().to_owned(),
     }
 }
 

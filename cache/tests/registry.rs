@@ -11,6 +11,7 @@ use parbake_cache::variant::Choice;
 use parbake_cache::{Digest, Store, TemplateName};
 
 mod fixture;
+#[allow(dead_code, reason = "not every test needs all of it")]
 #[path = "fixture/server.rs"]
 mod server;
 use fixture::pages;

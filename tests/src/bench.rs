@@ -4,7 +4,7 @@
 //!
 //! usage: bench BIN_DIR OUT.json SMALL_LAYOUT LARGE_LAYOUT
 //!
-//! BIN_DIR holds parbake and its programs, guest-bench and rootfs-bench. Run it in the workspace:
+//! BIN_DIR holds parbake and its programs, guest-bench, rootfs-bench and registry-bench. Run it in the workspace:
 //! the monitor's own benchmark is started through cargo.
 #![forbid(unsafe_code)]
 
@@ -100,6 +100,12 @@ fn guest(bin: &Path, image: &Path) -> Result<Figures, Failed> {
     } else {
         Err("this host can run no guest".into())
     };
+    // On the road, with what was baked there.
+    let road = figures.and_then(|mut figures| {
+        let mut bench = Command::new(bin.join("registry-bench"));
+        figures.extend(run(bench.arg(bin).arg(&store).arg("bench:1").arg(image))?);
+        Ok(figures)
+    });
     let _ = parbake(&["lab", "down"].map(OsStr::new)).status();
-    figures
+    road
 }

@@ -152,7 +152,7 @@ fn prepare(store: &Path, template: &str) -> Result<Suite, Failed> {
         .stdout(Stdio::piped())
         .spawn()?;
     let pid = child.id();
-    let mut output = child.stdout.take().ok_or("no output")?;
+    let mut output = std::io::BufReader::new(child.stdout.take().ok_or("no output")?);
     let empty = Arc::new(AtomicUsize::new(0));
     let world = World { process: child, empty: Arc::clone(&empty) };
     // It is in its namespace once it speaks.

@@ -9,15 +9,22 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parbake_cache::template::SnapshotManifest;
-use parbake_cache::{Store, StoreError};
+use parbake_cache::working_set::{Role, WorkingSet};
+use parbake_cache::{Digest, Store, StoreError};
+use parbake_node::filling::{Fill, Image};
+use parbake_node::pager;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
-use parbake_protocol::agent::ClientError;
+use parbake_protocol::agent::{ClientError, ExecRequest};
 
+use super::BakeError;
+use super::guest::Guest;
 use crate::template::{Template, TemplateError};
 
 /// How far a restored guest's clock may be off.
@@ -69,20 +76,24 @@ struct Seen {
     clock_ms: Option<(f64, f64)>,
     filesystem: Reading,
     frozen: bool,
+    /// The template's own checks; absent where it has none.
+    own: Reading,
 }
 
 /// What was read, or why it was not.
 type Reading = Option<Result<String, String>>;
 
-/// Restores `snapshot` twice and compares the machines.
+/// Restores `snapshot` twice, checks that each is ready as the template says, and compares the
+/// machines. The template's times count `patience` times.
 ///
 /// # Errors
 /// When a machine does not come up; that something does not hold is a finding, not an error.
 pub fn gate(
     store: &Store,
     template: &Template,
-    snapshot: &SnapshotManifest,
+    (digest, snapshot): (&Digest, &SnapshotManifest),
     options: &SandboxOptions,
+    patience: u32,
     mut events: impl FnMut(&str),
 ) -> Result<Vec<Check>, GateError> {
     let _lease = store.lease(&[template.digest])?;
@@ -90,16 +101,65 @@ pub fn gate(
     // Names are what the gate compares: each machine gets its own.
     let options = SandboxOptions { hostname: None, ..options.clone() };
     let (mut machines, mut seen) = (Vec::new(), Vec::new());
+    // What both touch is what every sandbox touches. Recorded once, as another order would make
+    // another artifact of the same snapshot.
+    let record = pager::available() && store.working_set(digest)?.is_none();
+    let mut touched = Vec::new();
     for number in 1..=2 {
         events(&format!("restore {number} of 2"));
         let failed = |source| GateError::Sandbox { number, source };
-        let mut sandbox = Sandbox::restore(&files, snapshot.machine, &options).map_err(failed)?;
-        seen.push(look(&mut sandbox).map_err(failed)?);
+        let recorder = Arc::new(Recorder { memory: snapshot.memory.size, pages: Mutex::default() });
+        let fill = record.then(|| Arc::clone(&recorder) as Arc<dyn Fill>);
+        let mut sandbox =
+            Sandbox::restore_from(&files, snapshot.machine, &options, fill).map_err(failed)?;
+        let mut one = look(&mut sandbox).map_err(failed)?;
+        one.own = confirm(&mut sandbox, template, &options, patience).map_err(failed)?;
+        seen.push(one);
+        if record {
+            use_it(&mut sandbox);
+            let pages = recorder.pages.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            touched.push(WorkingSet::of(*digest, pages));
+        }
         // Both live at once, as in a node.
         machines.push(sandbox);
     }
     drop(machines);
-    Ok(judge(&seen[0], &seen[1]))
+    let checks = judge(&seen[0], &seen[1]);
+    if let [one, two] = touched.as_slice()
+        && checks.iter().all(|check| check.passed)
+    {
+        store.set_working_set(&one.common(std::slice::from_ref(two)))?;
+    }
+    Ok(checks)
+}
+
+/// Takes note of what a restored machine touches, in order; everything is there already.
+struct Recorder {
+    memory: u64,
+    pages: Mutex<Vec<(Role, u32)>>,
+}
+
+impl Fill for Recorder {
+    fn ensure(&self, image: Image, range: Range<u64>) -> Result<(), String> {
+        let (role, end) = match image {
+            Image::Memory => (Role::Memory, range.end.min(self.memory)),
+            Image::Rootfs => (Role::Rootfs, range.end),
+            Image::Disk => (Role::Disk, range.end),
+        };
+        let page = |at: u64| u32::try_from(at / 4096).unwrap_or(u32::MAX);
+        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        pages
+            .extend((page(range.start)..page(end.next_multiple_of(4096))).map(|page| (role, page)));
+        Ok(())
+    }
+}
+
+/// Does what most sandboxes do first, for the record only: an image may have no shell.
+fn use_it(sandbox: &mut Sandbox) {
+    let Ok(client) = sandbox.connect() else { return };
+    if let Ok(session) = client.exec(ExecRequest::new(["/bin/sh", "-c", "true"])) {
+        let _ = session.wait_with_output(1 << 16);
+    }
 }
 
 fn look(sandbox: &mut Sandbox) -> Result<Seen, SandboxError> {
@@ -130,7 +190,30 @@ fn look(sandbox: &mut Sandbox) -> Result<Seen, SandboxError> {
         clock_ms,
         filesystem: Some(filesystem),
         frozen: info.frozen,
+        own: None,
     })
+}
+
+/// Whether what the template calls ready holds in the restored machine.
+fn confirm(
+    sandbox: &mut Sandbox,
+    template: &Template,
+    options: &SandboxOptions,
+    patience: u32,
+) -> Result<Reading, SandboxError> {
+    let Some(instructions) = &template.manifest.bake else { return Ok(None) };
+    let count = instructions.ready.checks.len();
+    if count == 0 {
+        return Ok(None);
+    }
+    let process = &template.manifest.process;
+    let mut guest = Guest { sandbox, process, instructions, options, patience, pid: None };
+    match guest.confirm() {
+        Ok(None) => Ok(Some(Ok(format!("{count} hold")))),
+        Ok(Some(miss)) => Ok(Some(Err(miss))),
+        Err(BakeError::Sandbox(error)) => Err(error),
+        Err(error) => Ok(Some(Err(error.to_string()))),
+    }
 }
 
 /// Whether the kernel has found faults in the root filesystem, and still writes to it.
@@ -220,6 +303,14 @@ fn judge(one: &Seen, two: &Seen) -> Vec<Check> {
         !one.frozen && !two.frozen,
         format!("after {:.0} and {:.0} ms", one.ready_ms, two.ready_ms),
     )];
+
+    let own: Vec<&Result<String, String>> = [&one.own, &two.own].into_iter().flatten().collect();
+    if !own.is_empty() {
+        let said = own.iter().map(|own| own.as_ref().unwrap_or_else(|miss| miss));
+        let mut said: Vec<&str> = said.map(String::as_str).collect();
+        said.dedup();
+        checks.push(check("ready-check", own.iter().all(|own| own.is_ok()), said.join("; ")));
+    }
 
     let mut all: Vec<&String> = one.random.iter().chain(&two.random).collect();
     let drawn = all.len();
@@ -364,6 +455,7 @@ mod tests {
             clock_ms: Some((-3.0, 2.0)),
             filesystem: Some(Ok("no errors on vda".to_owned())),
             frozen: false,
+            own: Some(Ok("2 hold".to_owned())),
         }
     }
 
@@ -375,7 +467,8 @@ mod tests {
     fn each_fault_fails_its_own_check() {
         assert_eq!(failed(&seen(1), &seen(2)), Vec::<&str>::new());
         type Spoil = fn(&mut Seen);
-        let cases: [(&str, Spoil); 9] = [
+        let cases: [(&str, Spoil); 10] = [
+            ("ready-check", |seen| seen.own = Some(Err("tcp port 80 does not hold".to_owned()))),
             ("ready", |seen| seen.frozen = true),
             ("random", |seen| seen.random[3] = "1-0".to_owned()),
             ("random", |seen| seen.random.truncate(1)),
@@ -391,6 +484,13 @@ mod tests {
             spoil(&mut two);
             assert_eq!(failed(&seen(1), &two), [name], "{two:?}");
         }
+    }
+
+    #[test]
+    fn a_template_without_checks_of_its_own_passes_without() {
+        let (mut one, mut two) = (seen(1), seen(2));
+        (one.own, two.own) = (None, None);
+        assert!(judge(&one, &two).iter().all(|check| check.passed && check.name != "ready-check"));
     }
 
     #[test]

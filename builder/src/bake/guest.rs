@@ -31,6 +31,9 @@ const OUTPUT_LIMIT: u64 = 1 << 20;
 /// How long a look takes that asks for no time of its own.
 const LOOK: Duration = Duration::from_secs(15);
 
+/// How long a restored guest's checks may take to hold, at most.
+const CONFIRM: Duration = Duration::from_secs(20);
+
 /// How often an interruption is looked for.
 const TICK: Duration = Duration::from_millis(200);
 
@@ -77,6 +80,23 @@ impl Guest<'_> {
             }
         }
         self.still_running()
+    }
+
+    /// Whether the checks hold in a restored guest, which may need a moment to take up its timers
+    /// and connections again; if not, which does not, and what it says.
+    pub fn confirm(&mut self) -> Result<Option<String>, BakeError> {
+        let ready = &self.instructions.ready;
+        let limit = self.time(ready.timeout_ms).min(CONFIRM * self.patience.max(1));
+        let (interval, deadline) = (ready.interval_ms.max(10), Instant::now() + limit);
+        loop {
+            match self.round(deadline)? {
+                None => return Ok(None),
+                Some(miss) if Instant::now() >= deadline => {
+                    return Ok(Some(format!("{} does not hold: {}", miss.check, miss.output)));
+                }
+                Some(_) => self.pause(Duration::from_millis(interval))?,
+            }
+        }
     }
 
     fn start(&mut self, events: &mut dyn FnMut(BakeEvent)) -> Result<(), BakeError> {

@@ -368,6 +368,7 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
     let machine = source::shape(&first);
     let mut labels = bake.labels.clone();
     labels.extend(args.source.labels());
+    labels.extend(source.origin());
     Ok(Material {
         image,
         reference,

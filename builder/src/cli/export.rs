@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::error::{CliError, CliResult, Kind};
 use super::progress::bytes;
+use super::trust::StatementArgs;
 use super::{Context, guest, output, push, remote};
 
 /// Write a template with its snapshots to an archive or a directory
@@ -25,6 +26,8 @@ pub struct Args {
     /// Leave the snapshots out
     #[arg(long)]
     no_snapshots: bool,
+    #[command(flatten)]
+    statements: StatementArgs,
 }
 
 /// Exports.
@@ -40,12 +43,20 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         snapshots: !args.no_snapshots,
         ..PublishOptions::default()
     };
+    let mut published: Vec<Digest> = Vec::new();
+    if !args.no_snapshots {
+        let snapshots = store.snapshots(&template.digest).map_err(guest::store_error)?;
+        published.extend(snapshots.iter().map(|(digest, _)| *digest));
+    }
+    let statements = args.statements.statements(context, &store, &template, &published)?;
     let mut step = context.progress.step(format!("export {}", template.label()));
     step.update("packing");
-    let publication = store.publish(&template.digest, &options).map_err(|error| match error {
-        PublishError::Store(error) => guest::store_error(error),
-        PublishError::Artifact(error) => remote::artifact_error(error),
-    })?;
+    let mut publication =
+        store.publish(&template.digest, &options).map_err(|error| match error {
+            PublishError::Store(error) => guest::store_error(error),
+            PublishError::Artifact(error) => remote::artifact_error(error),
+        })?;
+    publication.attach(&statements, &name);
     step.update("writing");
     let out = &args.output;
     if is_directory(out) {

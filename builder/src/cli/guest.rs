@@ -13,7 +13,7 @@ use parbake_protocol::agent::ExecRequest;
 
 use super::error::{CliError, CliResult, Kind};
 use super::{Context, HostChoice, interrupt};
-use parbake_node::stdio::{self, Ended};
+use parbake_node::terminal::stdio::{self, Ended};
 
 /// Set in the environment of a command that was sent to the lab: guests run right there.
 const IN_LAB: &str = "PARBAKE_IN_LAB";

@@ -10,6 +10,7 @@ use parbake_cache::{StoreError, TemplateName};
 
 use super::error::{CliError, CliResult, Kind};
 use super::remote::{self, Arrivals};
+use super::trust::{self, TrustArgs};
 use super::{Context, guest, pull};
 
 /// Take in a template that was written by `export`, or copied by another tool
@@ -27,6 +28,8 @@ pub struct Args {
     /// Leave its snapshots out
     #[arg(long)]
     no_snapshots: bool,
+    #[command(flatten)]
+    trust: TrustArgs,
 }
 
 /// Imports.
@@ -52,6 +55,11 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         error => remote::install_error(error),
     })?;
     let names = names(args, found)?;
+    let trust = args.trust.trust()?;
+    for name in &names {
+        // A file has no digest that the user named.
+        trust.check(name, false, &root, &layout).map_err(trust::trust_error)?;
+    }
     let store = context.store()?;
     let choice = if args.no_snapshots { Choice::Template } else { Choice::All };
     let arrivals = Arrivals::new(context.progress.step(format!("import {what}")));

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
@@ -21,6 +22,22 @@ pub fn watch() -> Arc<AtomicBool> {
         flag
     });
     Arc::clone(flag)
+}
+
+/// Ends the process, with 130, when it has not ended by itself so long after such a signal. For work
+/// that may be cut short at any instant.
+pub fn end_within(patience: Duration) {
+    static WATCHDOG: std::sync::Once = std::sync::Once::new();
+    WATCHDOG.call_once(|| {
+        std::thread::spawn(move || {
+            while !asked() {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            std::thread::sleep(patience);
+            eprintln!("error: interrupted");
+            std::process::exit(130);
+        });
+    });
 }
 
 /// Whether such a signal came.

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::{Context, guest, output};
-use parbake_node::stdio::{self, Ended};
+use parbake_node::terminal::stdio::{self, Ended};
 
 /// Control the lab, an emulated KVM host for machines without one
 ///

@@ -75,7 +75,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
     let trial = RegistryOptions {
         credentials: Credentials::fixed(credential.clone()),
         retries: 1,
-        ..args.registry.options()
+        ..args.registry.options()?
     };
     Repository::sign_in(&trial, &args.registry_host).map_err(|error| match error {
         RegistryError::Unauthorized { .. } => CliError::new(

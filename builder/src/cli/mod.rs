@@ -6,7 +6,6 @@ mod cage;
 mod df;
 mod diff;
 mod doctor;
-mod error;
 mod export;
 mod guest;
 mod history;
@@ -14,10 +13,10 @@ mod import;
 mod inspect;
 mod interrupt;
 mod kernel;
+mod keygen;
 mod lab;
 mod login;
 mod ls;
-mod output;
 mod progress;
 mod prune;
 mod pull;
@@ -27,11 +26,14 @@ mod recipe;
 mod remote;
 mod rm;
 mod run;
+mod run_lazily;
+mod sbom;
 mod shell;
 mod size;
 mod source;
 mod steps;
 mod tag;
+mod trust;
 mod verify;
 
 use std::path::PathBuf;
@@ -39,6 +41,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use parbake_cache::Store;
+use parbake_node::terminal::{failure as error, output};
 
 use error::{Classify, CliError, CliResult, Kind};
 use progress::{Mode, Progress};
@@ -105,6 +108,12 @@ pub enum Format {
     Text,
     /// For programs; stable.
     Json,
+    /// SPDX 2.3 (`sbom` only).
+    #[value(hide = true)]
+    Spdx,
+    /// CycloneDX 1.6 (`sbom` only).
+    #[value(hide = true)]
+    Cyclonedx,
 }
 
 #[derive(Debug, Subcommand)]
@@ -126,6 +135,8 @@ enum Verb {
     Login(login::Args),
     Logout(login::LogoutArgs),
     Verify(verify::Args),
+    Sbom(sbom::Args),
+    Keygen(keygen::Args),
     Prune(prune::Args),
     Df(df::Args),
     Kernel(kernel::Args),
@@ -186,6 +197,15 @@ pub fn main() -> ExitCode {
     let json = cli.global.format == Format::Json;
     let mode = if cli.global.quiet { Mode::Quiet } else { cli.global.progress };
     let context = Context { progress: Progress::new(mode), global: cli.global };
+    if matches!(context.global.format, Format::Spdx | Format::Cyclonedx)
+        && !matches!(cli.verb, Verb::Sbom(_))
+    {
+        let error =
+            CliError::new(Kind::Usage, "only `parbake sbom` has the formats spdx and cyclonedx")
+                .hint("--format takes text and json here");
+        error.print(json);
+        return ExitCode::from(error.kind.exit_code());
+    }
     match run_verb(&context, &cli.verb) {
         Ok(code) => ExitCode::from(code),
         Err(mut error) => {
@@ -218,6 +238,8 @@ fn run_verb(context: &Context, verb: &Verb) -> Result<u8, CliError> {
         Verb::Login(args) => login::run(context, args).map(|()| 0),
         Verb::Logout(args) => login::logout(context, args).map(|()| 0),
         Verb::Verify(args) => verify::run(context, args),
+        Verb::Sbom(args) => sbom::run(context, args).map(|()| 0),
+        Verb::Keygen(args) => keygen::run(context, args).map(|()| 0),
         Verb::Prune(args) => prune::run(context, args).map(|()| 0),
         Verb::Df(args) => df::run(context, args).map(|()| 0),
         Verb::Kernel(args) => kernel::run(context, args).map(|()| 0),

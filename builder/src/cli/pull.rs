@@ -1,6 +1,7 @@
 //! `parbake pull`: a template from a registry.
 
 use parbake_cache::install::InstallEvent;
+use parbake_cache::registry::RegistryOptions;
 use parbake_cache::variant::{Choice, PullReport};
 use parbake_cache::{Digest, TemplateName};
 use serde_json::json;
@@ -10,13 +11,14 @@ use super::error::{CliError, CliResult, Kind};
 use super::guest::{self, Place};
 use super::progress::bytes;
 use super::remote::{self, Arrivals, RegistryArgs};
+use super::trust::TrustArgs;
 use super::{Context, HostChoice, output, pull_lazily};
 
 /// Fetch a template from a registry
 ///
 /// Of the snapshots, the one that fits this machine comes along; what it needs is compared before
-/// anything large is fetched. Where guests run in the lab, all snapshots come. What the store has
-/// already, in whatever template, is not fetched again, and a pull that was cut short goes on where
+/// anything large is fetched; where guests run in the lab, the one that fits the lab. What the store
+/// has already, in whatever template, is not fetched again, and a pull that was cut short goes on where
 /// it stopped.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -25,6 +27,8 @@ pub struct Args {
     template: String,
     #[command(flatten)]
     registry: RegistryArgs,
+    #[command(flatten)]
+    trust: TrustArgs,
     /// All snapshots, whether they fit this machine or not
     #[arg(long, conflicts_with = "no_snapshots")]
     all: bool,
@@ -56,13 +60,13 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
     let name: TemplateName = text.parse().map_err(|error| CliError::new(Kind::Usage, error))?;
     let store = context.store()?;
     let choice = choice(context, args)?;
+    let options = RegistryOptions { trust: args.trust.trust()?, ..args.registry.options()? };
     if args.lazy {
-        let options = args.registry.options();
         return pull_lazily::run(context, &store, &name, pinned, &options, &choice, &args.tag);
     }
     let arrivals = Arrivals::new(context.progress.step(format!("pull {name}")));
     let report = store
-        .pull(&name, pinned.as_ref(), &args.registry.options(), &choice, &|event: InstallEvent| {
+        .pull(&name, pinned.as_ref(), &options, &choice, &|event: InstallEvent| {
             arrivals.on(&event);
         })
         .map_err(remote::transport_error)?;
@@ -80,13 +84,20 @@ fn choice(context: &Context, args: &Args) -> CliResult<Choice> {
     if args.no_snapshots {
         return Ok(Choice::Template);
     }
+    node_choice(context, &args.shape)
+}
+
+/// What fits where guests run.
+pub fn node_choice(context: &Context, shape: &ShapeArgs) -> CliResult<Choice> {
     match guest::place(context) {
         Ok(Place::Here) => {
-            let machine = args.shape.wanted();
+            let machine = shape.wanted();
             Ok(Choice::Node { offers: remote::offers(), machine })
         }
-        // What the lab's processor offers is not known out here: `run` picks what fits.
-        Ok(Place::Lab) => Ok(Choice::All),
+        Ok(Place::Lab) => {
+            let machine = shape.wanted();
+            Ok(Choice::Node { offers: remote::lab_offers(), machine })
+        }
         Err(error) if context.global.host != HostChoice::Auto => Err(error),
         Err(_) => {
             context

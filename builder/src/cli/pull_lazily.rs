@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parbake_cache::artifact::{ArtifactConfig, Manifest};
+use parbake_cache::find;
 use parbake_cache::install::{BlobSource, Installer};
 use parbake_cache::lazy::{LazyError, LazyPull, Patience};
-use parbake_cache::registry::{Access, RegistryOptions, Repository};
-use parbake_cache::transport::TransportError;
+use parbake_cache::registry::{RegistryOptions, Repository};
 use parbake_cache::variant::{self, Choice};
 use parbake_cache::{Digest, Store, TemplateName};
 use serde_json::json;
@@ -31,16 +31,13 @@ pub fn run(
     choice: &Choice,
     tags: &[TemplateName],
 ) -> CliResult {
-    interrupt::watch();
-    let host = name
-        .registry()
-        .ok_or_else(|| remote::transport_error(TransportError::NoRegistry(name.clone())))?;
     let began = Instant::now();
     let mut step = context.progress.step(format!("pull {name}"));
-    let source = Repository::open(registry, host, name.repository(), Access::Pull)
-        .map_err(remote::registry_error)?;
-    let reference = pinned.map_or_else(|| name.tag().to_owned(), |digest| digest.to_string());
-    let root = source.manifest(&reference).map_err(remote::registry_error)?.descriptor;
+    let found = find::template(name, pinned.as_ref(), registry).map_err(remote::transport_error)?;
+    for reason in &found.passed_over {
+        context.progress.note(reason);
+    }
+    let (source, root) = (found.source, found.root.descriptor);
     let (manifest, config, refused) = choose(store, &source, &root, name, choice)?;
     for reason in refused {
         context.progress.note(&reason);
@@ -56,9 +53,7 @@ pub fn run(
     let mut all;
     let installed = loop {
         if interrupt::asked() {
-            return Err(CliError::new(Kind::Interrupted, "interrupted").hint(
-                "what has arrived is kept: the same command goes on where this one stopped",
-            ));
+            return Err(remote::interrupted());
         }
         let progress = pull.progress();
         all = progress.fetched_bytes + progress.left_bytes;
@@ -113,7 +108,7 @@ fn wait(pull: &mut LazyPull, before: u64) -> CliResult<Option<parbake_cache::ins
 }
 
 /// The variant to pull, and why others were not taken.
-fn choose(
+pub fn choose(
     store: &Store,
     source: &Repository,
     root: &parbake_cache::artifact::Descriptor,

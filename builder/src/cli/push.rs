@@ -3,14 +3,15 @@
 use std::sync::{Mutex, PoisonError};
 
 use parbake_builder::template::Template;
-use parbake_cache::TemplateName;
 use parbake_cache::publish::PublishOptions;
 use parbake_cache::transport::{PushEvent, PushOptions};
+use parbake_cache::{Digest, TemplateName};
 use serde_json::json;
 
 use super::error::{CliError, CliResult, Kind};
 use super::progress::bytes;
 use super::remote::{self, RegistryArgs};
+use super::trust::StatementArgs;
 use super::{Context, guest, output, verify};
 
 /// Send a template with its snapshots to a registry
@@ -28,6 +29,8 @@ pub struct Args {
     to: Option<TemplateName>,
     #[command(flatten)]
     registry: RegistryArgs,
+    #[command(flatten)]
+    statements: StatementArgs,
     /// Leave the snapshots out; every node bakes its own
     #[arg(long)]
     no_snapshots: bool,
@@ -96,6 +99,10 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
     } else {
         store.snapshots(&template.digest).map_err(guest::store_error)?
     };
+    let registry = args.registry.options()?;
+    let published: Vec<Digest> = snapshots.iter().map(|(digest, _)| *digest).collect();
+    // Before anything takes long: a key that cannot be read is found at once.
+    let statements = args.statements.statements(context, &store, &template, &published)?;
     if !snapshots.is_empty() && !args.no_verify {
         gate(context, &template)?;
     }
@@ -109,6 +116,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         build_upon: args.build_upon.clone(),
         compat_image: args.compat == Some(Compat::Image),
         fresh: args.fresh,
+        statements,
     };
     let mut step = context.progress.step(format!("push {name}"));
     step.update("looking at what the registry has, packing");
@@ -124,7 +132,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         step.update(format!("{} of {}", bytes(*done), bytes(*total)));
     };
     let report = store
-        .push(&template.digest, &name, &args.registry.options(), &options, &observer)
+        .push(&template.digest, &name, &registry, &options, &observer)
         .map_err(remote::transport_error)?;
     let (step, ..) = state.into_inner().unwrap_or_else(PoisonError::into_inner);
     step.done(format!(
@@ -139,6 +147,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
             "template": template.digest,
             "digest": report.digest,
             "replaced": report.replaced,
+            "attached": report.attached,
             "snapshots": snapshots.len(),
             "sentBytes": report.sent_bytes,
             "mountedBytes": report.mounted_bytes,

@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use parbake_cache::artifact::ArtifactError;
 use parbake_cache::credentials::{CredentialError, Credentials};
 use parbake_cache::install::{InstallError, InstallEvent};
 use parbake_cache::publish::PublishError;
+use parbake_cache::registries::Registries;
 use parbake_cache::registry::{RegistryError, RegistryOptions};
 use parbake_cache::template::CompatContract;
 use parbake_cache::transport::TransportError;
@@ -14,9 +16,12 @@ use parbake_protocol::agent::AGENT_PROTOCOL;
 use parbake_vmm::snapshot::contract;
 use parbake_vmm::snapshot::state::STATE_VERSION;
 
-use super::error::{CliError, Kind};
-use super::guest;
+use super::error::{CliError, CliResult, Kind};
 use super::progress::{Step, bytes};
+use super::{guest, interrupt, trust};
+
+/// How long an interrupted transfer may take to end: a line on which nothing happens does not notice.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How to reach registries.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -27,16 +32,30 @@ pub struct RegistryArgs {
     /// Registry credentials, instead of the usual places
     #[arg(long, value_name = "FILE")]
     pub authfile: Option<PathBuf>,
+    /// Mirrors and blocked registries, instead of the usual registries.conf
+    #[arg(long, value_name = "FILE")]
+    pub registries_conf: Option<PathBuf>,
 }
 
 impl RegistryArgs {
-    /// As the transport wants it.
-    pub fn options(&self) -> RegistryOptions {
-        RegistryOptions {
+    /// As the transport wants it. From now on, what is under way ends in an orderly way when the
+    /// user wants it to.
+    pub fn options(&self) -> CliResult<RegistryOptions> {
+        interrupt::watch();
+        interrupt::end_within(PATIENCE);
+        Ok(RegistryOptions { cancelled: Some(interrupt::asked), ..self.for_sandboxes()? })
+    }
+
+    /// The same for what goes on beside a command in a sandbox, to which interrupts belong.
+    pub fn for_sandboxes(&self) -> CliResult<RegistryOptions> {
+        let registries = Registries::from_environment(self.registries_conf.as_deref())
+            .map_err(|error| CliError::new(Kind::User, error))?;
+        Ok(RegistryOptions {
             credentials: self.credentials(),
             plain_http: self.insecure_registry.clone(),
+            registries,
             ..RegistryOptions::default()
-        }
+        })
     }
 
     /// Where credentials are kept.
@@ -55,6 +74,18 @@ pub fn offers() -> CompatContract {
         state_version: STATE_VERSION,
         agent_protocol: AGENT_PROTOCOL,
         page_size: 4096,
+    }
+}
+
+/// The same for the lab, as far as it can be told from out here: its processor's vendor and how it
+/// virtualizes. Which of the processor's features its KVM offers the monitor checks when it restores.
+pub fn lab_offers() -> CompatContract {
+    let any = |leaf: String| (leaf, u32::MAX);
+    CompatContract {
+        cpu_vendor: parbake_host::lab::CPU_VENDOR.to_owned(),
+        cpu_features: contract::offered_features().into_keys().map(any).collect(),
+        kvm_kind: parbake_host::lab::KVM_KIND.to_owned(),
+        ..offers()
     }
 }
 
@@ -92,6 +123,8 @@ impl Arrivals {
 pub fn registry_error(error: RegistryError) -> CliError {
     match &error {
         RegistryError::NotFound { .. } => CliError::new(Kind::NotFound, error),
+        RegistryError::Interrupted => interrupted(),
+        RegistryError::Blocked { .. } => CliError::new(Kind::Refused, error),
         RegistryError::Credentials(_) | RegistryError::Local { .. } => {
             CliError::new(Kind::User, error)
         }
@@ -109,12 +142,19 @@ pub fn registry_error(error: RegistryError) -> CliError {
     }
 }
 
+/// The user wanted to stop.
+pub fn interrupted() -> CliError {
+    CliError::new(Kind::Interrupted, "interrupted")
+        .hint("what was transferred is kept: the same command goes on where this one stopped")
+}
+
 /// The failure of a push or a pull.
 pub fn transport_error(error: TransportError) -> CliError {
     match error {
         TransportError::NoRegistry(_) => CliError::new(Kind::Usage, error)
             .hint("`parbake tag` gives a template a second name, with a registry's host in it"),
         TransportError::Registry(error) => registry_error(error),
+        TransportError::Trust(error) => trust::trust_error(error),
         TransportError::Store(error)
         | TransportError::Publish(PublishError::Store(error))
         | TransportError::Install(InstallError::Store(error)) => guest::store_error(error),
@@ -134,6 +174,7 @@ pub fn install_error(error: InstallError) -> CliError {
         InstallError::Fetch { digest, source } => {
             // The registry's own error is inside, with what it is about.
             let kind = match source.get_ref().and_then(|inner| inner.downcast_ref()) {
+                Some(RegistryError::Interrupted) => return interrupted(),
                 Some(RegistryError::NotFound { .. }) => Kind::NotFound,
                 Some(_) => Kind::Registry,
                 None if source.kind() == std::io::ErrorKind::NotFound => Kind::NotFound,

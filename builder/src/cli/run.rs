@@ -5,8 +5,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use parbake_builder::template::{HostClass, Template};
-use parbake_cache::Store;
+use parbake_cache::lazy::Progress;
+use parbake_cache::registry::RegistryOptions;
 use parbake_cache::template::SnapshotManifest;
+use parbake_cache::variant::Choice;
+use parbake_cache::{Store, TemplateName};
 use parbake_node::limits::LimitHit;
 use parbake_node::monitor::MonitorError;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
@@ -14,11 +17,14 @@ use parbake_protocol::agent::{ExecRequest, FailureKind};
 use serde_json::json;
 
 use super::bake::ShapeArgs;
-use super::cage::{self, CageArgs};
+use super::cage::{self, CageArgs, Watch};
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::{self, Place};
-use super::{Context, bake};
-use parbake_node::stdio::{self, Ended};
+use super::remote::{self, Arrivals, RegistryArgs};
+use super::trust::TrustArgs;
+use super::{Context, bake, pull, run_lazily};
+use parbake_node::terminal::env;
+use parbake_node::terminal::stdio::{self, Ended};
 
 /// As for a command whose time is up, and as shells say it for a killed one.
 const ENDED_BY_LIMIT: u8 = 124;
@@ -67,6 +73,17 @@ pub struct Args {
     /// Boot cold instead of restoring the snapshot
     #[arg(long)]
     cold: bool,
+    /// When the template is not in the store
+    #[arg(long, value_name = "WHEN", default_value = "never")]
+    pull: Pull,
+    /// With --pull lazy: how long a sandbox may wait for what it needs; 0: not at all when a fetch
+    /// fails
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    patience: u64,
+    #[command(flatten)]
+    registry: RegistryArgs,
+    #[command(flatten)]
+    trust: TrustArgs,
     /// Write where the time went to a file, as JSON
     #[arg(long, value_name = "FILE")]
     timings: Option<PathBuf>,
@@ -78,41 +95,162 @@ pub struct Args {
     command: Vec<std::ffi::OsString>,
 }
 
+/// `--pull`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Pull {
+    /// That is an error.
+    Never,
+    /// Pull it first.
+    Missing,
+    /// Begin at once, and fetch what the sandbox touches as it does.
+    Lazy,
+}
+
 /// Runs here or in the lab; returns the command's exit code.
 pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let store = context.store().map_err(sandbox_failure)?;
-    let template = guest::find(&store, &args.template).map_err(sandbox_failure)?;
+    let template = match guest::find(&store, &args.template) {
+        Err(error) if error.kind == Kind::NotFound && args.pull != Pull::Never => None,
+        found => Some(found.map_err(sandbox_failure)?),
+    };
     if args.tty && !std::io::stdin().is_terminal() {
         return Err(
             CliError::new(Kind::Sandbox, "standard input is not a terminal").hint("leave out -t")
         );
     }
-    let request = request(args, &template)?;
+    let template = match template {
+        None if args.pull == Pull::Missing => {
+            Some(fetch(context, args, &store).map_err(sandbox_failure)?)
+        }
+        template => template,
+    };
+    // What is wrong with the command line is said before a lab is started for it.
+    let checked = template.as_ref().map(|template| request(args, template)).transpose()?;
     if let Place::Lab = guest::place(context).map_err(sandbox_failure)? {
         return guest::in_lab_with(context, args.tty, stdio::connect_stdin(args.interactive))
             .map_err(sandbox_failure);
     }
+    let (Some(template), Some(request)) = (template, checked) else {
+        return run_arriving(context, args, &store).map_err(sandbox_failure);
+    };
+    run_installed(context, args, &store, &template, request)
+}
+
+/// Pulls the template as `parbake pull` would.
+fn fetch(context: &Context, args: &Args, store: &Store) -> CliResult<Template> {
+    let (name, options) = remote_name(args)?;
+    let arrivals = Arrivals::new(context.progress.step(format!("pull {name}")));
+    let choice = pull::node_choice(context, &args.shape)?;
+    let report = store
+        .pull(&name, None, &options, &choice, &|event| arrivals.on(&event))
+        .map_err(remote::transport_error)?;
+    arrivals.into_step().done("complete");
+    Template::load(store, Some(name), report.template)
+        .map_err(|error| CliError::new(Kind::User, error))
+}
+
+fn remote_name(args: &Args) -> CliResult<(TemplateName, RegistryOptions)> {
+    let name: TemplateName =
+        args.template.parse().map_err(|error| CliError::new(Kind::Usage, error))?;
+    let options = RegistryOptions { trust: args.trust.trust()?, ..args.registry.for_sandboxes()? };
+    Ok((name, options))
+}
+
+/// Runs while the template arrives.
+fn run_arriving(context: &Context, args: &Args, store: &Store) -> CliResult<u8> {
+    let (name, options) = remote_name(args)?;
+    let begun = Instant::now();
+    let choice = Choice::Node { offers: remote::offers(), machine: args.shape.wanted() };
+    let deadline = Duration::from_secs(args.patience);
+    let arriving = run_lazily::begin(context, store, &name, options, &choice, deadline)?;
+    let request = request(args, &arriving.template)?;
+    let mut options = guest::sandbox_options(context)?;
+    options.hostname.clone_from(&args.hostname);
+    let watch = args.cage.apply(&mut options)?;
+    let sandbox = match &arriving.snapshot {
+        Some(snapshot) if !args.cold => {
+            let (files, fill) = arriving.files(store, snapshot)?;
+            match Sandbox::restore_from(&files, snapshot.machine, &options, Some(fill)) {
+                Err(SandboxError::Monitor(MonitorError::Failed { kind, message }))
+                    if kind == "mismatch" =>
+                {
+                    let text = format!("the snapshot does not fit this host ({message})");
+                    context.progress.note(&text);
+                    None
+                }
+                result => Some(result.map_err(|e| guest::sandbox_error(e, Kind::Sandbox))?),
+            }
+        }
+        _ => None,
+    };
+    let Some(sandbox) = sandbox else {
+        // A cold boot, or a bake, needs all of it.
+        let template = arriving.complete(context, store)?;
+        return run_installed(context, args, store, &template, request);
+    };
+    let mut at_first_exec = 0;
+    let on_start = || {
+        at_first_exec = arriving.progress().fetched_bytes;
+        arriving.release();
+    };
+    let finished = execute(context, sandbox, &watch, request, begun, on_start);
+    let Progress { fetched_bytes, left_bytes } = arriving.progress();
+    arriving.end(context, store);
+    let mut done = finished?;
+    done.timings["how"] = "restored lazily".into();
+    done.timings["fetchedBytesAtFirstExec"] = at_first_exec.into();
+    done.timings["fetchedBytes"] = fetched_bytes.into();
+    done.timings["leftBytes"] = left_bytes.into();
+    conclude(context, args, done)
+}
+
+fn run_installed(
+    context: &Context,
+    args: &Args,
+    store: &Store,
+    template: &Template,
+    request: ExecRequest,
+) -> CliResult<u8> {
     let shape = args.shape.apply(template.manifest.machine);
     let _lease = store.lease(&[template.digest]).kind(Kind::Sandbox)?;
     let begun = Instant::now();
     let mut options = guest::sandbox_options(context).map_err(sandbox_failure)?;
     options.hostname.clone_from(&args.hostname);
     let watch = args.cage.apply(&mut options)?;
-    let (mut sandbox, how) = if args.cold {
-        let files = template.boot_files(&store).kind(Kind::Sandbox)?;
+    let (sandbox, how) = if args.cold {
+        let files = template.boot_files(store).kind(Kind::Sandbox)?;
         let sandbox = Sandbox::boot(&files, shape, &template.manifest.process, &options);
         (sandbox.map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?, "cold")
     } else {
-        let snapshot = snapshot(context, &store, &template, shape).map_err(sandbox_failure)?;
-        (restore(context, &store, &template, &snapshot, &options)?, "restored")
+        let snapshot = snapshot(context, store, template, shape).map_err(sandbox_failure)?;
+        (restore(context, store, template, &snapshot, &options)?, "restored")
     };
+    let mut done = execute(context, sandbox, &watch, request, begun, || ())?;
+    done.timings["how"] = how.into();
+    conclude(context, args, done)
+}
+
+/// Runs the command and throws the sandbox away; says where the time went.
+fn execute(
+    context: &Context,
+    mut sandbox: Sandbox,
+    watch: &Watch,
+    request: ExecRequest,
+    begun: Instant,
+    mut on_start: impl FnMut(),
+) -> CliResult<Done> {
     let client = sandbox.connect().map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?;
     let ready = begun.elapsed();
     let mut first_exec = Duration::ZERO;
-    let ended = stdio::run(client, request, || first_exec = begun.elapsed());
+    let ended = stdio::run(client, request, || {
+        first_exec = begun.elapsed();
+        on_start();
+    });
+    // A connection that closed does not say why.
+    let ended = ended.map_err(|error| sandbox.blame(error));
     let timings = sandbox.timings().clone();
     let counts = sandbox.egress_counts();
-    let ended_by = sandbox.limit_hits().iter().any(|hit| {
+    let by_limit = sandbox.limit_hits().iter().any(|hit| {
         use parbake_node::limits::Limit;
         matches!(hit.limit, Limit::Lifetime | Limit::Memory)
     });
@@ -120,19 +258,32 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     for line in watch.lines() {
         context.progress.note(&line);
     }
+    let document = json!({
+        "startedMs": timings.started.as_secs_f64() * 1000.0,
+        "readyMs": timings.ready.as_secs_f64() * 1000.0,
+        "connectedMs": ready.as_secs_f64() * 1000.0,
+        "firstExecMs": first_exec.as_secs_f64() * 1000.0,
+        "totalMs": begun.elapsed().as_secs_f64() * 1000.0,
+        "monitorStagesUs": timings.stages,
+        "jail": timings.jail,
+        "egress": counts,
+    });
+    Ok(Done { ended, by_limit, timings: document })
+}
+
+/// How a run ended.
+struct Done {
+    ended: Result<Ended, SandboxError>,
+    /// A limit ended it, which has been said.
+    by_limit: bool,
+    timings: serde_json::Value,
+}
+
+/// Writes the timings, if they are wanted, and turns the end into an exit code.
+fn conclude(context: &Context, args: &Args, done: Done) -> CliResult<u8> {
+    let Done { ended, by_limit, timings } = done;
     if let Some(path) = &args.timings {
-        let document = json!({
-            "how": how,
-            "startedMs": timings.started.as_secs_f64() * 1000.0,
-            "readyMs": timings.ready.as_secs_f64() * 1000.0,
-            "connectedMs": ready.as_secs_f64() * 1000.0,
-            "firstExecMs": first_exec.as_secs_f64() * 1000.0,
-            "totalMs": begun.elapsed().as_secs_f64() * 1000.0,
-            "monitorStagesUs": timings.stages,
-            "jail": timings.jail,
-            "egress": counts,
-        });
-        std::fs::write(path, format!("{document}\n")).kind(Kind::Sandbox)?;
+        std::fs::write(path, format!("{timings}\n")).kind(Kind::Sandbox)?;
     }
     match ended {
         Ok(Ended::Exited(exit)) => {
@@ -150,9 +301,8 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
             };
             Err(CliError::new(kind, failure.message))
         }
-        // Said above.
-        Err(_) if ended_by => Ok(ENDED_BY_LIMIT),
-        Err(error) => Err(CliError::new(Kind::Sandbox, error)),
+        Err(_) if by_limit => Ok(ENDED_BY_LIMIT),
+        Err(error) => Err(guest::sandbox_error(error, Kind::Sandbox)),
     }
 }
 
@@ -229,7 +379,7 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
         .hint("name one: parbake run TEMPLATE -- COMMAND"));
     }
     let mut request = ExecRequest::new(argv);
-    request.env = environment(args)?;
+    request.env = env::read(&args.env_file, &args.env).map_err(sandbox_failure)?;
     request.cwd = args.workdir.clone().into_bytes();
     request.user.clone_from(&args.user);
     request.tty = args.tty.then(stdio::window_size);
@@ -242,38 +392,6 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
         args.timeout.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
     request.output_limit = args.output_limit;
     Ok(request)
-}
-
-fn environment(args: &Args) -> CliResult<Vec<Vec<u8>>> {
-    use std::os::unix::ffi::OsStringExt;
-    let mut entries = Vec::new();
-    for path in &args.env_file {
-        let text = std::fs::read(path).map_err(|error| {
-            CliError::new(Kind::Sandbox, format!("cannot read {}: {error}", path.display()))
-        })?;
-        for (number, line) in text.split(|&byte| byte == b'\n').enumerate() {
-            let line = line.trim_ascii();
-            if line.is_empty() || line.starts_with(b"#") {
-                continue;
-            }
-            if !line.contains(&b'=') {
-                let place = format!("{}:{}", path.display(), number + 1);
-                return Err(CliError::new(Kind::Sandbox, format!("{place}: not NAME=VALUE")));
-            }
-            entries.push(line.to_vec());
-        }
-    }
-    for entry in &args.env {
-        if entry.is_empty() || entry.starts_with('=') {
-            return Err(CliError::new(Kind::Sandbox, format!("--env {entry:?} has no name")));
-        }
-        if entry.contains('=') {
-            entries.push(entry.clone().into_bytes());
-        } else if let Some(value) = std::env::var_os(entry) {
-            entries.push([entry.as_bytes(), b"=", &value.into_vec()].concat());
-        }
-    }
-    Ok(entries)
 }
 
 /// Whatever fails before the command runs is the sandbox's failure, unless it says more.

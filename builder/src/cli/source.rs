@@ -42,6 +42,9 @@ pub struct SourceArgs {
     /// Registry credentials, instead of the usual places
     #[arg(long, value_name = "FILE")]
     pub authfile: Option<PathBuf>,
+    /// Mirrors and blocked registries, instead of the usual registries.conf
+    #[arg(long, value_name = "FILE")]
+    pub registries_conf: Option<PathBuf>,
 }
 
 fn argument(text: &str) -> Result<(String, Option<String>), String> {
@@ -65,6 +68,7 @@ impl SourceArgs {
         let mut options = ImageOptions { platform: self.platform.clone(), ..Default::default() };
         options.registry.insecure.clone_from(&self.insecure_registry);
         options.registry.authfile.clone_from(&self.authfile);
+        options.registry.registries_conf.clone_from(&self.registries_conf);
         options
     }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use parbake_builder::bake::gate::{self, Check, GateError};
 use parbake_builder::template::{HostClass, Template};
+use parbake_cache::registry::RegistryOptions;
 use parbake_cache::template::SnapshotManifest;
 use parbake_cache::variant::Choice;
 use parbake_cache::{Digest, Store, TemplateName, VerifyReport};
@@ -15,6 +16,7 @@ use super::error::{CliError, CliResult, Kind};
 use super::guest::{self, Place};
 use super::progress::bytes;
 use super::remote::{self, RegistryArgs};
+use super::trust::{self, TrustArgs};
 use super::{Context, output};
 
 /// Check that the store's objects are what their digests say, or that snapshots restore
@@ -23,7 +25,8 @@ use super::{Context, output};
 /// --repair, damaged objects are taken out, and templates with a registry's name are fetched again,
 /// as far as something is missing. With --restore, a template's snapshots for this host are each
 /// restored twice: both machines must be ready, with clocks that are right, a clean file system,
-/// and no random bytes, host name or machine id in common.
+/// and no random bytes, host name or machine id in common. With --signature, the registry is asked
+/// instead, and one of the keys must have signed what the name stands for there.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Take damaged objects out and fetch them again
@@ -38,6 +41,11 @@ pub struct Args {
     /// The template: a name or a digest
     #[arg(value_name = "TEMPLATE")]
     template: Option<String>,
+    /// Check what is signed and attached to the template in its registry
+    #[arg(long, requires = "template", conflicts_with_all = ["repair", "restore"])]
+    signature: bool,
+    #[command(flatten)]
+    trust: TrustArgs,
     #[command(flatten)]
     registry: RegistryArgs,
 }
@@ -50,6 +58,9 @@ const MAX_SECRET: u64 = 1 << 20;
 /// Verifies; not in order is exit code 4.
 pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     match &args.template {
+        Some(name) if args.signature => {
+            trust::verify(context, name, &args.trust, &args.registry).map(|()| 0)
+        }
         Some(name) if args.restore => restore(context, args, name),
         _ => objects(context, args).map(|()| 0),
     }
@@ -144,7 +155,7 @@ fn refetch(
             continue;
         }
         let step = context.progress.step(format!("pull {name}"));
-        let options = args.registry.options();
+        let options = RegistryOptions { trust: args.trust.trust()?, ..args.registry.options()? };
         // Everything, since any of its snapshots may be what was damaged.
         match store.pull(&name, None, &options, &Choice::All, &|_| ()) {
             Ok(report) if report.template == digest => {
@@ -255,7 +266,10 @@ fn restore_here(
             digest.short(),
             template.label()
         ));
-        let checks = gate::gate(store, template, snapshot, &options, |text| step.update(text))
+        let checks =
+            gate::gate(store, template, (digest, snapshot), &options, guest::patience(), |text| {
+                step.update(text);
+            })
             .map_err(gate_error)?;
         let passed = checks.iter().filter(|check| check.passed).count();
         step.done(format!("{passed} of {} checks passed", checks.len()));

@@ -70,6 +70,48 @@ impl RootFs {
         Ok(found)
     }
 
+    /// A small file's bytes, links followed; nothing when there is none. What is over the limit is
+    /// left out.
+    ///
+    /// # Errors
+    /// When it is there and cannot be read.
+    pub fn read(&self, path: &[u8], limit: u64) -> Result<Option<Vec<u8>>, ContentsError> {
+        let located = located(path);
+        let metadata = match self.filesystem.metadata(located.as_slice()) {
+            Ok(metadata) => metadata,
+            Err(error) if is_absent(&error) => return Ok(None),
+            Err(error) => return Err(self.error(path)(error)),
+        };
+        if !metadata.file_type().is_regular_file() || metadata.len() > limit {
+            return Ok(None);
+        }
+        self.filesystem.read(located.as_slice()).map(Some).map_err(self.error(path))
+    }
+
+    /// The names in a directory, in the order of their bytes; none when there is no such directory.
+    ///
+    /// # Errors
+    /// When it is there and cannot be read.
+    pub fn names(&self, directory: &[u8]) -> Result<Vec<Vec<u8>>, ContentsError> {
+        match self.filesystem.metadata(located(directory).as_slice()) {
+            Ok(metadata) if metadata.is_dir() => {}
+            Ok(_) => return Ok(Vec::new()),
+            Err(error) if is_absent(&error) => return Ok(Vec::new()),
+            Err(error) => return Err(self.error(directory)(error)),
+        }
+        Ok(self.list(directory)?.into_iter().map(|entry| entry.name).collect())
+    }
+
+    /// The paths of a directory's directories, links left out.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn directories(&self, directory: &[u8]) -> Result<Vec<Vec<u8>>, ContentsError> {
+        let entries = self.list(directory)?.into_iter();
+        let directories = entries.filter(|entry| entry.metadata.file_type() == FileType::Directory);
+        Ok(directories.map(|entry| join(directory, &entry.name)).collect())
+    }
+
     fn link_target(&self, path: &[u8]) -> Result<Vec<u8>, ContentsError> {
         let path = located(path);
         let target = self.filesystem.read_link(path.as_slice()).map_err(self.error(&path))?;
@@ -80,6 +122,11 @@ impl RootFs {
         let path = located(path);
         self.filesystem.open(path.as_slice()).map_err(self.error(&path))
     }
+}
+
+/// Whether a path leads nowhere: also through a link to nowhere, or in a circle.
+fn is_absent(error: &Ext4Error) -> bool {
+    matches!(error, Ext4Error::NotFound | Ext4Error::NotADirectory | Ext4Error::TooManySymlinks)
 }
 
 /// Our paths have no leading slash, the reader's must.

@@ -56,7 +56,8 @@
 //! remarks on those after 2310-04-04, without counting that as an error. A file with more than
 //! 65,000 names is an error, since a second inode would break the identity of the names.
 //!
-//! Inode numbers follow a depth-first walk in name order. Nothing depends on the clock, the
+//! Inode numbers follow the order in which nodes came into the tree, and those of nodes that a
+//! higher layer removed stay free: images on one base number its files alike. Nothing depends on the clock, the
 //! working directory, addresses or the order of a hash map.
 //!
 //! # Contract

@@ -167,11 +167,13 @@ pub struct Descriptor {
     pub free_blocks: u32,
     /// Free inodes.
     pub free_inodes: u32,
+    /// Inodes at the end of the table that were never used.
+    pub untouched_inodes: u32,
     /// Directories among the used ones.
     pub directories: u32,
     /// Checksum of the block bitmap.
     pub block_bitmap: Checksum,
-    /// Checksum of the inode bitmap; `None` where no inode is used and no bitmap was written.
+    /// Checksum of the inode bitmap; `None` where no inode was ever used and no bitmap written.
     pub inode_bitmap: Option<Checksum>,
 }
 
@@ -198,8 +200,7 @@ impl Descriptor {
         half(0x10, 0x30, self.directories);
         half(0x18, 0x38, self.block_bitmap.value());
         half(0x1a, 0x3a, self.inode_bitmap.map_or(0, Checksum::value));
-        // Used inodes are always the group's first ones, so all free ones are at its end.
-        half(0x1c, 0x32, self.free_inodes);
+        half(0x1c, 0x32, self.untouched_inodes);
         let flags = match self.inode_bitmap {
             Some(_) => TABLE_IS_ZERO,
             None => TABLE_IS_ZERO | INODES_UNUSED,

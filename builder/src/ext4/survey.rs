@@ -8,8 +8,7 @@ use crate::tree::{Kind, Node, NodeId, Tree};
 #[derive(Debug)]
 pub struct Survey<'t> {
     tree: &'t Tree,
-    /// Live nodes in the order of their inode numbers: the root, then each directory's entries by
-    /// name, every subdirectory's before the next entry.
+    /// Live nodes in the order of their inode numbers.
     order: Vec<NodeId>,
     /// Inode number of each node of the tree; 0 for dead ones.
     numbers: Vec<u32>,
@@ -19,13 +18,13 @@ pub struct Survey<'t> {
     pub directories: Vec<(usize, u32)>,
 }
 
-/// Inode number of the node at a place in the order.
-pub fn number_at(place: usize) -> u32 {
-    if place == 0 {
-        ROOT_INODE
-    } else {
-        // Survey::of keeps the number of places below 2^32.
-        FIRST_INODE - 1 + place as u32
+/// Inode number of a node. All nodes have one, also those that a higher layer removed: what a layer
+/// brings is numbered alike whatever lies above it, and the numbers of the dead are free inodes.
+fn number_of(id: NodeId) -> u32 {
+    match id {
+        NodeId::ROOT => ROOT_INODE,
+        // Survey::of keeps the number of nodes that far below 2^32.
+        NodeId(index) => FIRST_INODE - 1 + index,
     }
 }
 
@@ -36,15 +35,12 @@ impl<'t> Survey<'t> {
         let Some(Kind::Directory(root)) = tree.nodes.first().map(|node| &node.kind) else {
             return Err(bad("the root is not a directory"));
         };
-        let mut survey = Self {
-            tree,
-            order: vec![NodeId::ROOT],
-            numbers: vec![0; tree.nodes.len()],
-            links: vec![2],
-            directories: vec![(0, ROOT_INODE)],
-        };
-        survey.numbers[0] = ROOT_INODE;
-        let mut open = vec![(0, root.iter())];
+        // First what lives, with its names counted, by node; 0 names for what does not.
+        let mut names = vec![0u32; tree.nodes.len()];
+        let mut parents = vec![NodeId::ROOT; tree.nodes.len()];
+        names[0] = 2;
+        let mut live = 1usize;
+        let mut open = vec![(NodeId::ROOT, root.iter())];
         while let Some((parent, entries)) = open.last_mut() {
             let parent = *parent;
             let Some((name, &id)) = entries.next() else {
@@ -52,40 +48,53 @@ impl<'t> Survey<'t> {
                 continue;
             };
             if let Err(why) = check_name(name) {
-                return Err(WriteError::Name {
-                    path: survey.path_below(survey.order[parent], name),
-                    why,
-                });
+                return Err(WriteError::Name { path: path_below(tree, parent, name), why });
             }
             let Some(node) = tree.nodes.get(id.0 as usize) else {
                 return Err(WriteError::Tree {
-                    path: survey.path_below(survey.order[parent], name),
+                    path: path_below(tree, parent, name),
                     why: "the entry names a node that does not exist",
                 });
             };
-            let known = survey.numbers[id.0 as usize];
-            if known != 0 {
+            let known = &mut names[id.0 as usize];
+            if *known != 0 {
                 if matches!(node.kind, Kind::Directory(_)) {
                     return Err(WriteError::Tree {
-                        path: survey.path_below(survey.order[parent], name),
+                        path: path_below(tree, parent, name),
                         why: "the directory has a second name",
                     });
                 }
-                survey.links[(known - (FIRST_INODE - 1)) as usize] += 1;
+                *known += 1;
                 continue;
             }
-            let place = survey.order.len();
-            if place > (u32::MAX - FIRST_INODE) as usize {
-                return Err(WriteError::TooManyInodes);
-            }
-            survey.numbers[id.0 as usize] = number_at(place);
-            survey.order.push(id);
-            survey.links.push(1);
+            *known = 1;
+            live += 1;
             if let Kind::Directory(entries) = &node.kind {
-                survey.links[place] = 2;
-                survey.links[parent] += 1;
-                survey.directories.push((place, number_at(parent)));
-                open.push((place, entries.iter()));
+                *known = 2;
+                names[parent.0 as usize] += 1;
+                parents[id.0 as usize] = parent;
+                open.push((id, entries.iter()));
+            }
+        }
+        if tree.nodes.len() > (u32::MAX - FIRST_INODE) as usize {
+            return Err(WriteError::TooManyInodes);
+        }
+        let mut survey = Self {
+            tree,
+            order: Vec::with_capacity(live),
+            numbers: vec![0; tree.nodes.len()],
+            links: Vec::with_capacity(live),
+            directories: Vec::new(),
+        };
+        for (id, &names) in (0..).map(NodeId).zip(&names).filter(|&(_, &names)| names > 0) {
+            survey.numbers[id.0 as usize] = number_of(id);
+            survey.order.push(id);
+            survey.links.push(names);
+        }
+        for (place, id) in survey.order.iter().enumerate() {
+            if matches!(tree.nodes[id.0 as usize].kind, Kind::Directory(_)) {
+                let parent = survey.numbers[parents[id.0 as usize].0 as usize];
+                survey.directories.push((place, parent));
             }
         }
         Ok(survey)
@@ -94,6 +103,16 @@ impl<'t> Survey<'t> {
     /// Number of live nodes.
     pub fn len(&self) -> usize {
         self.order.len()
+    }
+
+    /// Inode number of the node at a place in the order.
+    pub fn number(&self, place: usize) -> u32 {
+        number_of(self.order[place])
+    }
+
+    /// The place of an inode number in the order, if it is in use. Not for reserved inodes.
+    pub fn place(&self, number: u32) -> Option<usize> {
+        self.order.binary_search(&NodeId(number - (FIRST_INODE - 1))).ok()
     }
 
     /// The node at a place in the order.
@@ -114,22 +133,22 @@ impl<'t> Survey<'t> {
 
     /// The first path of the node at a place in the order. Searches the tree: for errors only.
     pub fn path(&self, place: usize) -> String {
-        self.path_below(self.order[place], b"")
+        path_below(self.tree, self.order[place], b"")
     }
+}
 
-    /// A path of a node, and perhaps a name below it.
-    fn path_below(&self, wanted: NodeId, name: &[u8]) -> String {
-        let mut path = Vec::new();
-        for name in find(self.tree, wanted) {
-            path.push(b'/');
-            path.extend_from_slice(name);
-        }
-        if path.is_empty() || !name.is_empty() {
-            path.push(b'/');
-            path.extend_from_slice(name);
-        }
-        String::from_utf8_lossy(&path).escape_debug().to_string()
+/// A path of a node, and perhaps a name below it.
+fn path_below(tree: &Tree, wanted: NodeId, name: &[u8]) -> String {
+    let mut path = Vec::new();
+    for name in find(tree, wanted) {
+        path.push(b'/');
+        path.extend_from_slice(name);
     }
+    if path.is_empty() || !name.is_empty() {
+        path.push(b'/');
+        path.extend_from_slice(name);
+    }
+    String::from_utf8_lossy(&path).escape_debug().to_string()
 }
 
 /// The names that lead from the root to a node; none for the root and for what is not found.

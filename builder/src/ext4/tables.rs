@@ -12,7 +12,6 @@ use super::inode::{self, Inode};
 use super::superblock::{
     self, Descriptor, FIRST_INODE, JOURNAL_INODE, RESIZE_INODE, ROOT_INODE, Superblock,
 };
-use super::survey;
 use super::writer::{FAST_SYMLINK, MAX_LINKS, Placed, Writer};
 use super::xattr::Attributes;
 use crate::tree::{Kind, Timestamp};
@@ -21,7 +20,7 @@ impl Writer<'_> {
     /// The inode of a node of the tree.
     fn inode(&mut self, place: usize) -> Inode {
         let node = self.survey.node(place);
-        let number = survey::number_at(place);
+        let number = self.survey.number(place);
         let links = self.survey.links(place);
         let placed = self.placed[place];
         let mut inode = Inode {
@@ -144,7 +143,7 @@ impl Writer<'_> {
             free_blocks: geometry.blocks - used,
             inodes_per_group: geometry.inodes_per_group,
             inodes,
-            free_inodes: inodes - self.last_inode(),
+            free_inodes: inodes - self.used_inodes(),
             descriptor_blocks: geometry.descriptor_blocks(),
             journal: journal.map(|inode| (inode.block, inode.size)),
         };
@@ -188,7 +187,10 @@ impl Writer<'_> {
                     RESIZE_INODE => resize.clone(),
                     JOURNAL_INODE => journal.cloned().unwrap_or_else(Inode::empty),
                     ..FIRST_INODE => Inode::empty(),
-                    _ => self.inode((number - FIRST_INODE + 1) as usize),
+                    _ => match self.survey.place(number) {
+                        Some(place) => self.inode(place),
+                        None => Inode::empty(),
+                    },
                 };
                 inode.encode(number, self.seed, out);
             }
@@ -204,6 +206,7 @@ impl Writer<'_> {
     fn write_bitmaps(&mut self, geometry: &Geometry) -> io::Result<Vec<u8>> {
         let last = self.last_inode();
         let per_group = geometry.inodes_per_group;
+        let mut place = 1;
         let directories = self.directories_by_group(geometry);
         let mut descriptors = Vec::new();
         let mut block_bitmaps = Vec::with_capacity(geometry.groups.len());
@@ -216,11 +219,24 @@ impl Writer<'_> {
             }
         }
         for (group, tables) in (0u32..).zip(&geometry.groups) {
-            let used = last.saturating_sub(group * per_group).min(per_group);
+            // One less than the number of the group's first inode.
+            let before = group * per_group;
+            let known = last.saturating_sub(before).min(per_group);
+            let mut used = 0;
             let mut inode_bitmap = None;
-            if used > 0 {
+            if known > 0 {
                 bits.fill(0);
-                set_bits(&mut bits, 0, used as usize);
+                if group == 0 {
+                    // A group has more inodes than there are reserved ones.
+                    used = FIRST_INODE - 1;
+                    set_bits(&mut bits, 0, used as usize);
+                }
+                while place < self.survey.len() && self.survey.number(place) - before <= per_group {
+                    let bit = (self.survey.number(place) - before - 1) as usize;
+                    set_bits(&mut bits, bit, bit + 1);
+                    used += 1;
+                    place += 1;
+                }
                 set_bits(&mut bits, per_group as usize, 8 * BLOCK_SIZE);
                 inode_bitmap = Some(self.seed.with(&bits[..per_group as usize / 8]));
                 self.sink.put(tables.inode_bitmap, &bits)?;
@@ -232,6 +248,7 @@ impl Writer<'_> {
                 tables: *tables,
                 free_blocks: free_blocks as u32,
                 free_inodes: per_group - used,
+                untouched_inodes: per_group - known,
                 directories: directories[group as usize],
                 block_bitmap: block_bitmaps[group as usize],
                 inode_bitmap,
@@ -244,7 +261,7 @@ impl Writer<'_> {
     fn directories_by_group(&self, geometry: &Geometry) -> Vec<u32> {
         let mut counts = vec![0; geometry.groups.len()];
         for &(place, _) in &self.survey.directories {
-            let number = survey::number_at(place);
+            let number = self.survey.number(place);
             counts[((number - 1) / geometry.inodes_per_group) as usize] += 1;
         }
         counts

@@ -14,7 +14,7 @@ use super::geometry::{
 use super::inode;
 use super::sink::Sink;
 use super::superblock::{self, FIRST_INODE};
-use super::survey::{self, Survey};
+use super::survey::Survey;
 use super::usage::Usage;
 use super::xattr::{Attributes, SharedBlocks, Unstorable};
 use super::{Options, Report, WriteError};
@@ -215,7 +215,7 @@ impl<'t> Writer<'t> {
         let mut parents = 0;
         for place in 0..self.survey.len() {
             let node = self.survey.node(place);
-            let number = survey::number_at(place);
+            let number = self.survey.number(place);
             let links = self.survey.links(place);
             match &node.kind {
                 Kind::Directory(entries) => {
@@ -398,13 +398,21 @@ impl<'t> Writer<'t> {
 
     /// Number of the last inode in use.
     pub fn last_inode(&self) -> u32 {
-        survey::number_at(self.survey.len() - 1).max(FIRST_INODE - 1)
+        self.survey.number(self.survey.len() - 1).max(FIRST_INODE - 1)
+    }
+
+    /// How many inodes are in use: the reserved ones, the root among them, and the nodes.
+    pub fn used_inodes(&self) -> u32 {
+        // There are at least as many numbers as nodes.
+        FIRST_INODE - 2 + self.survey.len() as u32
     }
 
     /// Decides the size of the image and claims the group tables and the remaining reserved ranges.
     fn solve(&mut self) -> Result<Geometry, WriteError> {
         let end = self.cursor.end();
-        let inodes = u64::from(self.last_inode()).saturating_add(self.options.free_inodes);
+        let inodes = u64::from(self.used_inodes())
+            .saturating_add(self.options.free_inodes)
+            .max(self.last_inode().into());
         if inodes > u64::from(u32::MAX) {
             return Err(WriteError::TooManyInodes);
         }

@@ -165,7 +165,10 @@ pub fn write(
 ) -> Result<BuildReport, BuildError> {
     let flattened = flatten(image, out, &options.flatten, events)?;
     let Flattened { tree, area, mut layers, attribution } = flattened;
-    let uuid = identity(b"uuid", &layers);
+    // Every checksum of metadata depends on the UUID and every indexed directory on the seed: were
+    // they the whole image's, images on one base would have no metadata in common.
+    let base = &layers[..layers.len().min(1)];
+    let uuid = identity(b"uuid", base);
     let filesystem = ext4::finish(
         out,
         &area,
@@ -174,7 +177,7 @@ pub fn write(
             free_bytes: options.free_bytes,
             free_inodes: options.free_inodes,
             uuid,
-            hash_seed: identity(b"hash seed", &layers),
+            hash_seed: identity(b"hash seed", base),
             timestamp: options.timestamp,
             journal: options.journal,
             label: options.label.clone(),
@@ -201,7 +204,8 @@ fn costs(
 }
 
 /// A UUID (version 8: made by own rules) that depends on nothing but the layers' contents, so that
-/// other compression or another manifest around the same layers gives the same image.
+/// other compression or another manifest around the same layers gives the same image. It tells
+/// images of different bases apart, not images on one base.
 fn identity(purpose: &[u8], layers: &[LayerRecord]) -> [u8; 16] {
     let mut hasher = Sha256::new();
     hasher.update(b"parbake ext4 ");

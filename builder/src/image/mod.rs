@@ -5,7 +5,6 @@
 //! their digests; layers are opened only when [`crate::flatten`] reads them.
 
 mod archive;
-mod credentials;
 pub mod digest;
 mod directory;
 mod docker;
@@ -46,6 +45,8 @@ pub struct RegistryOptions {
     pub insecure: Vec<String>,
     /// A file of credentials that is used instead of the usual ones.
     pub authfile: Option<PathBuf>,
+    /// A `registries.conf` that is used instead of the usual ones.
+    pub registries_conf: Option<PathBuf>,
 }
 
 /// What happens while an image is read.

@@ -168,6 +168,7 @@ impl Bench {
             lifetime_ms: None,
             control: None,
             jail: Jail::default(),
+            filling: None,
         };
         let mut monitor = self.start(&config, None, None);
         doorbell(&mut monitor);

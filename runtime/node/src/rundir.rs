@@ -5,6 +5,7 @@
 //!   <id>/lock              held (flock) by owner and monitor for as long as one of them lives
 //!   <id>/vsock             the sandbox's socket
 //!   <id>/control           where a monitor that outlives its owner can be taken over
+//!   <id>/filling            while its images fill up: where it asks for them
 //!   <id>/console.log       the guest's serial console
 //!   <id>/monitor.log       what the monitor wrote to stderr
 //! ```
@@ -86,6 +87,12 @@ impl RunDir {
     #[must_use]
     pub fn control(&self) -> PathBuf {
         self.path.join("control")
+    }
+
+    /// Where a machine asks for what is missing of its images.
+    #[must_use]
+    pub fn filling(&self) -> PathBuf {
+        self.path.join("filling")
     }
 
     /// Where the guest's console goes.

@@ -35,11 +35,13 @@ use parbake_protocol::vmm::{
 };
 
 use crate::event::{EventKind, EventSender, SandboxEvent};
+use crate::filling::{Fill, Filler};
 use crate::limits::cgroup::Cgroup;
 use crate::limits::{CgroupError, CgroupPolicy, Limit, LimitHit, Limits};
 use crate::monitor::{Monitor, MonitorError, log_tail};
 use crate::network::pool::{GATEWAY, GUEST, GUEST_MAC, PREFIX};
 use crate::network::{Egress, EgressCounts, Lease, NetworkError, Pool, PoolOptions};
+use crate::pager;
 use crate::programs::{self, ProgramMissing};
 use crate::rundir::{self, RunDir};
 
@@ -223,6 +225,7 @@ pub struct Sandbox {
     first: Option<Client<UnixStream>>,
     lease: Option<Lease>,
     cgroup: Option<Cgroup>,
+    _filler: Option<Filler>,
     rundir: RunDir,
     id: String,
     events: Option<EventSender>,
@@ -256,7 +259,7 @@ impl Sandbox {
             write_limit: options.limits.disk_bytes.unwrap_or(0),
         };
         let begun = Instant::now();
-        let mut sandbox = Self::spawn(start, shape, disk, options)?;
+        let mut sandbox = Self::spawn(start, shape, disk, options, None)?;
         sandbox.wait_ready(begun, options)?;
         sandbox.timings.ready = begun.elapsed();
         let mut client = sandbox.connect()?;
@@ -281,6 +284,20 @@ impl Sandbox {
         shape: MachineShape,
         options: &SandboxOptions,
     ) -> Result<Self, SandboxError> {
+        Self::restore_from(files, shape, options, None)
+    }
+
+    /// The same from images that `fill` completes while the machine runs.
+    ///
+    /// # Errors
+    /// See [`SandboxError`]; nothing is left running or on disk.
+    pub fn restore_from(
+        files: &RestoreFiles,
+        shape: MachineShape,
+        options: &SandboxOptions,
+        fill: Option<Arc<dyn Fill>>,
+    ) -> Result<Self, SandboxError> {
+        let fill = fill.map(|fill| (files.memory.as_path(), fill));
         let start = Start::Restore {
             state: files.state.clone(),
             memory: files.memory.clone(),
@@ -295,7 +312,7 @@ impl Sandbox {
             write_limit: options.limits.disk_bytes.unwrap_or(0),
         };
         let begun = Instant::now();
-        let mut sandbox = Self::spawn(start, shape, disk, options)?;
+        let mut sandbox = Self::spawn(start, shape, disk, options, fill)?;
         sandbox.wait_started(begun, options)?;
         let mut client = sandbox.connect()?;
         let fixup = sandbox.identity(options)?;
@@ -341,6 +358,7 @@ impl Sandbox {
         shape: MachineShape,
         disk: Disk,
         options: &SandboxOptions,
+        fill: Option<(&Path, Arc<dyn Fill>)>,
     ) -> Result<Self, SandboxError> {
         let program = programs::vmm()?;
         let id = options.id.clone().map_or_else(new_id, Ok)?;
@@ -360,6 +378,14 @@ impl Sandbox {
         let (cgroup, layer) = group(&id, &options.limits, shape, overlay)?;
         let tap = lease.as_ref().map(|_| Tap::Passed);
         let lifetime = options.limits.lifetime;
+        let filler = match fill {
+            None => None,
+            Some((memory, fill)) => {
+                let filler = Filler::start(&rundir.filling(), memory, fill);
+                let path = rundir.filling();
+                Some(filler.map_err(|source| SandboxError::RunDir { path, source })?)
+            }
+        };
         let config = VmmConfig {
             version: vmm::VERSION,
             vcpus: shape.vcpus,
@@ -375,14 +401,28 @@ impl Sandbox {
             lifetime_ms: lifetime.map(|life| u64::try_from(life.as_millis()).unwrap_or(u64::MAX)),
             control: options.outlive.is_some().then(|| rundir.control()),
             jail: options.jail.clone(),
+            filling: filler
+                .is_some()
+                .then(|| vmm::Filling { socket: rundir.filling(), memory: pager::available() }),
         };
         let tap = lease.as_ref().map(Lease::tap);
         let log = rundir.monitor_log();
         let monitor = Monitor::spawn(&program, &config, &log, lock, tap, cgroup.as_ref())?;
         let timings = Timings { jail: layer.into_iter().collect(), ..Timings::default() };
         let events = options.events.clone();
-        let (first, hits, fixup) = (None, Vec::new(), None);
-        Ok(Self { monitor, first, lease, cgroup, rundir, id, events, hits, timings, fixup })
+        Ok(Self {
+            monitor,
+            first: None,
+            lease,
+            cgroup,
+            _filler: filler,
+            rundir,
+            id,
+            events,
+            hits: Vec::new(),
+            timings,
+            fixup: None,
+        })
     }
 
     /// Takes over the sandbox that lives in `directory` and belongs to nobody any more. Its timings
@@ -398,8 +438,19 @@ impl Sandbox {
         let timings = Timings { jail: status.jail, ..Timings::default() };
         let rundir = RunDir::adopt(directory);
         let cgroup = Cgroup::find(&id);
-        let (first, lease, events, hits, fixup) = (None, None, None, Vec::new(), None);
-        Ok(Self { monitor, first, lease, cgroup, rundir, id, events, hits, timings, fixup })
+        Ok(Self {
+            monitor,
+            first: None,
+            lease: None,
+            cgroup,
+            _filler: None,
+            rundir,
+            id,
+            events: None,
+            hits: Vec::new(),
+            timings,
+            fixup: None,
+        })
     }
 
     /// Takes over the network of an adopted sandbox that was made with `egress`. Until then its rules
@@ -586,16 +637,21 @@ impl Sandbox {
     }
 
     /// An agent that stops answering often means a machine that is gone; that says more.
-    fn blame(&mut self, error: ClientError) -> SandboxError {
+    pub fn blame(&mut self, error: ClientError) -> SandboxError {
         let options =
-            SandboxOptions { ready_timeout: Duration::from_millis(100), ..Default::default() };
-        match self.next_event(Instant::now(), &options) {
-            Err(
-                ended @ (SandboxError::GuestEnded { .. }
-                | SandboxError::Limit(_)
-                | SandboxError::Monitor(_)),
-            ) => ended,
-            _ => SandboxError::Agent(error),
+            SandboxOptions { ready_timeout: Duration::from_millis(200), ..Default::default() };
+        let begun = Instant::now();
+        loop {
+            match self.next_event(begun, &options) {
+                // Of no matter; the end may come after it.
+                Ok(_) => {}
+                Err(
+                    ended @ (SandboxError::GuestEnded { .. }
+                    | SandboxError::Limit(_)
+                    | SandboxError::Monitor(_)),
+                ) => return ended,
+                Err(_) => return SandboxError::Agent(error),
+            }
         }
     }
 

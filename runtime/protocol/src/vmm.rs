@@ -79,6 +79,19 @@ pub struct VmmConfig {
     /// How tightly the monitor locks itself in.
     #[serde(default)]
     pub jail: Jail,
+    /// For a restore from images that are not all there yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub filling: Option<Filling>,
+}
+
+/// Who fills the images while the machine runs (see [`crate::filling`]).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Filling {
+    /// Where the host listens.
+    pub socket: PathBuf,
+    /// Whether memory is filled, too; otherwise its image is all there, and mapped.
+    pub memory: bool,
 }
 
 fn default_console_limit() -> u64 {

@@ -18,6 +18,7 @@ pub mod cpuid;
 pub mod device;
 #[deny(unsafe_code)]
 pub mod error;
+pub mod filling;
 pub mod jail;
 #[deny(unsafe_code)]
 pub mod layout;

@@ -26,6 +26,7 @@ use crate::device::rng::Rng;
 use crate::device::vsock::Vsock;
 use crate::device::{DeviceError, VirtioDevice};
 use crate::error::{Failure, HostContext, KvmContext};
+use crate::filling::Filling;
 use crate::layout;
 use crate::ports::Ports;
 use crate::snapshot::residency::Residency;
@@ -122,6 +123,8 @@ pub struct Machine {
     pub frozen: Frozen,
     /// Whether the vCPUs wait for a `Resume`.
     pub paused: bool,
+    /// While its images fill up.
+    pub filling: Option<Filling>,
 }
 
 /// The parts of a machine only a snapshot looks at.
@@ -191,6 +194,9 @@ fn fitting<'a>(config: &'a VmmConfig, frozen: &Shape) -> Result<Cow<'a, VmmConfi
 
 fn check(config: &VmmConfig) -> Result<(), Failure> {
     let refuse = |what: String| Err(Failure::Config(what));
+    if config.filling.is_some() && matches!(config.start, Start::Boot { .. }) {
+        return refuse("only a restore can begin before its images are there".into());
+    }
     if config.version != protocol::VERSION {
         return refuse(format!(
             "version {} where this monitor speaks {}; use the parbake-vmm that came with this parbake",
@@ -285,9 +291,10 @@ fn devices(
     tap: Option<OwnedFd>,
     vm: &VmFd,
     memory: &GuestMemoryMmap,
+    filling: Option<&Filling>,
 ) -> Result<Devices, Failure> {
     let mut all = Vec::new();
-    for (index, device) in open_devices(config, tap)?.into_iter().enumerate() {
+    for (index, device) in open_devices(config, tap, filling)?.into_iter().enumerate() {
         let (address, gsi) = acpi::virtio_window(index);
         let transport = MmioTransport::new(device, memory.clone(), line(vm, gsi)?)
             .map_err(|e| Failure::Device(e.to_string()))?;
@@ -303,11 +310,15 @@ fn devices(
 fn open_devices(
     config: &VmmConfig,
     tap: Option<OwnedFd>,
+    filling: Option<&Filling>,
 ) -> Result<Vec<Box<dyn VirtioDevice>>, Failure> {
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (index, disk) in config.disks.iter().enumerate() {
         let mut block = Block::open(disk).map_err(|e| Failure::Disk(e.to_string()))?;
         block.set_id(&format!("parbake-{index}"));
+        if let Some(filling) = filling {
+            block.fill_from(filling.disk(index));
+        }
         devices.push(Box::new(block));
     }
     if let Some(vsock) = &config.vsock {
@@ -368,7 +379,7 @@ fn cold(
         }
     }
     stages.mark("vcpus");
-    let devices = Arc::new(devices(config, tap, &vm, &memory)?);
+    let devices = Arc::new(devices(config, tap, &vm, &memory, None)?);
     let ports = Ports::new(console, config.console_limit, line(&vm, layout::SERIAL_GSI)?);
     let generation_event = line(&vm, layout::GED_GSI)?;
     stages.mark("devices");
@@ -389,6 +400,7 @@ fn cold(
             _generation_event: generation_event,
         },
         paused: false,
+        filling: None,
     })
 }
 
@@ -439,7 +451,19 @@ fn thaw(
     let shape = shape(config, state.shape.generation);
     contract::check_shape(&state.shape, &shape)?;
     contract::check_host(&state.contract)?;
-    let memory = memory::private_image(config.memory_mib, image)?;
+    let connect = |filling: &protocol::Filling| Filling::connect(&filling.socket, filling.memory);
+    let mut filling = config.filling.as_ref().map(connect).transpose()?;
+    let filled = filling.as_ref().is_some_and(Filling::has_memory);
+    let memory = match &mut filling {
+        Some(filling) if filled => {
+            let memory = memory::to_be_filled(config.memory_mib, image)?;
+            filling.hand_over(&memory)?;
+            memory
+        }
+        _ => memory::private_image(config.memory_mib, image)?,
+    };
+    // Of memory that is filled from elsewhere, what was not touched is not zero.
+    let residency = if filled { None } else { Residency::open(Some(image)) };
     stages.mark("memory");
 
     let kvm = open_kvm()?;
@@ -457,7 +481,7 @@ fn thaw(
     restore::irqchip(&vm, &state.irqchip)?;
     stages.mark("cpu_state");
 
-    let devices = Arc::new(devices(config, tap, &vm, &memory)?);
+    let devices = Arc::new(devices(config, tap, &vm, &memory, filling.as_ref())?);
     for (index, saved) in state.devices.iter().enumerate() {
         let saved: SavedTransport = from_bytes(VIRTIO, saved)?;
         devices.lock(index).restore(&saved).map_err(|e| match e {
@@ -491,10 +515,11 @@ fn thaw(
             shape,
             contract: Some(state.contract),
             xsave_words,
-            residency: Residency::open(Some(image)),
+            residency,
             _generation_event: generation_event,
         },
         paused: false,
+        filling,
     })
 }
 

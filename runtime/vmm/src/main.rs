@@ -108,6 +108,12 @@ fn start(
     let enter: Enter =
         Arc::new(move || vcpu_filters.as_ref().map_or(Ok(()), |filters| filters.enter_vcpu()));
     let (vcpus, first) = Vcpus::spawn(machine.vcpu_fds, &machine.shared, &enter)?;
+    if let Some(filling) = machine.filling {
+        let filters = filters.clone();
+        let enter: Enter =
+            Arc::new(move || filters.as_ref().map_or(Ok(()), |filters| filters.enter_vcpu()));
+        filling.watch(Arc::clone(events), enter)?;
+    }
     stages.mark("threads");
     events.send(&Event::Started { stages: stages.list, jail: jail.clone() });
     let running = Running {

@@ -33,12 +33,23 @@ pub fn regions(memory_mib: u32) -> Vec<(u64, u64)> {
 
 /// Fresh zeroed memory.
 pub fn anonymous(memory_mib: u32) -> Result<GuestMemoryMmap, Failure> {
-    build(memory_mib, None)
+    build(memory_mib, None, true)
+}
+
+/// Memory that someone else fills page by page, from an image of the right size.
+pub fn to_be_filled(memory_mib: u32, image: &File) -> Result<GuestMemoryMmap, Failure> {
+    check_size(memory_mib, image)?;
+    build(memory_mib, None, false)
 }
 
 /// A private, copy-on-write view of a memory image. An image shorter than the machine's memory is
 /// refused: touching the missing part would kill the monitor.
 pub fn private_image(memory_mib: u32, image: &File) -> Result<GuestMemoryMmap, Failure> {
+    check_size(memory_mib, image)?;
+    build(memory_mib, Some(image), false)
+}
+
+fn check_size(memory_mib: u32, image: &File) -> Result<(), Failure> {
     let wanted = u64::from(memory_mib) << 20;
     let found = image
         .metadata()
@@ -50,16 +61,17 @@ pub fn private_image(memory_mib: u32, image: &File) -> Result<GuestMemoryMmap, F
              it is incomplete or belongs to another snapshot: fetch or bake it again"
         )));
     }
-    build(memory_mib, Some(image))
+    Ok(())
 }
 
-fn build(memory_mib: u32, image: Option<&File>) -> Result<GuestMemoryMmap, Failure> {
+/// `huge`: huge pages are welcome.
+fn build(memory_mib: u32, image: Option<&File>, huge: bool) -> Result<GuestMemoryMmap, Failure> {
     let mut offset = 0;
     let mut mapped = Vec::new();
     for (start, length) in regions(memory_mib) {
         let size = usize::try_from(length)
             .map_err(|_| Failure::Memory(format!("{length} bytes exceed the address space")))?;
-        let region = map(size, image.map(|image| (image, offset)))?;
+        let region = map(size, image.map(|image| (image, offset)), huge)?;
         mapped.push(
             GuestRegionMmap::new(region, GuestAddress(start))
                 .ok_or_else(|| Failure::Memory("a region wraps around".into()))?,
@@ -71,7 +83,7 @@ fn build(memory_mib: u32, image: Option<&File>) -> Result<GuestMemoryMmap, Failu
 
 /// Maps `size` bytes at an address aligned like the guest's, so that the host can use huge pages
 /// for it and KVM can pass them on: a cold boot takes a thirtieth of the page faults then.
-fn map(size: usize, image: Option<(&File, u64)>) -> Result<MmapRegion, Failure> {
+fn map(size: usize, image: Option<(&File, u64)>, huge: bool) -> Result<MmapRegion, Failure> {
     const HUGE_PAGE: usize = 2 << 20;
     const PROTECTION: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
     const PRIVATE: libc::c_int = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
@@ -103,7 +115,7 @@ fn map(size: usize, image: Option<(&File, u64)>) -> Result<MmapRegion, Failure> 
     // which pages the kernel prefers, both at its discretion.
     unsafe {
         libc::madvise(mapped, size, libc::MADV_DONTDUMP);
-        if image.is_none() {
+        if huge {
             libc::madvise(mapped, size, libc::MADV_HUGEPAGE);
         }
     }

@@ -42,6 +42,7 @@ fn ends(mut child: Child) -> i32 {
 
 #[test]
 fn the_host_comes_back_as_often_as_it_likes() {
+    needs_kvm!();
     let directory = tempfile::tempdir().expect("directory");
     let config = config(&directory);
     let control = config.control.clone().expect("a door");
@@ -69,7 +70,25 @@ fn the_host_comes_back_as_often_as_it_likes() {
 }
 
 #[test]
+fn the_host_is_outside_of_the_monitors_process_namespace() {
+    needs_kvm!();
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: a process namespace needs root");
+        return;
+    }
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(&directory);
+    let control = config.control.clone().expect("a door");
+    let mut monitor = Monitor::spawn_in_process_namespace(&support::binary(), &config);
+    monitor.started();
+    let mut monitor = Monitor::come_back(monitor.abandon(), &control);
+    assert_eq!(status(&mut monitor), "running");
+    monitor.quit();
+}
+
+#[test]
 fn one_host_at_a_time() {
+    needs_kvm!();
     let directory = tempfile::tempdir().expect("directory");
     let config = config(&directory);
     let control = config.control.clone().expect("a door");
@@ -94,6 +113,7 @@ fn one_host_at_a_time() {
 
 #[test]
 fn without_a_door_the_end_of_the_channel_is_the_end() {
+    needs_kvm!();
     let mut monitor = spawn(&boot(&guest("ticker"), 16));
     monitor.started();
     assert_eq!(ends(monitor.abandon()), 0);
@@ -101,6 +121,7 @@ fn without_a_door_the_end_of_the_channel_is_the_end() {
 
 #[test]
 fn strangers_are_turned_away() {
+    needs_kvm!();
     if !rustix::process::geteuid().is_root() {
         println!("skipped: becoming another user needs root");
         return;

@@ -49,8 +49,27 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a lab may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
+/// The vendor of the lab's processor, as CPUID spells it; part of what its snapshots need.
+pub const CPU_VENDOR: &str = "AuthenticAMD";
+/// How the lab's KVM virtualizes.
+pub const KVM_KIND: &str = "svm";
+/// Where programs in the lab find what listens on this machine's loopback (QEMU's user network).
+const GATEWAY: &str = "10.0.2.2";
 /// Where the lab shows the machine's files as they are now.
 const HOST: &str = "/.host";
+
+/// Where a program in the lab finds what is `host[:port]` on this machine; nothing for what it finds
+/// by the same name.
+#[must_use]
+pub fn from_inside(host: &str) -> Option<String> {
+    let (name, port) = match host.rsplit_once(':') {
+        Some((name, port)) => (name, format!(":{port}")),
+        None => (host, String::new()),
+    };
+    let loopback =
+        name == "localhost" || name.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback());
+    loopback.then(|| format!("{GATEWAY}{port}"))
+}
 
 /// What a lab is to be.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -275,9 +275,23 @@ impl<S: Stream> Client<S> {
     /// # Errors
     /// See [`ClientError`]; part of the data may have been written to `sink` by then.
     pub fn get_file(
+        self,
+        path: &[u8],
+        limit: u64,
+        sink: impl Write,
+    ) -> Result<FileInfo, ClientError> {
+        self.get_file_after(path, limit, |_| {}, sink)
+    }
+
+    /// As [`Client::get_file`]; `opened` is told about the file before the first byte arrives.
+    ///
+    /// # Errors
+    /// See [`ClientError`]; part of the data may have been written to `sink` by then.
+    pub fn get_file_after(
         mut self,
         path: &[u8],
         limit: u64,
+        opened: impl FnOnce(&FileInfo),
         mut sink: impl Write,
     ) -> Result<FileInfo, ClientError> {
         let request = Request::Get(GetRequest { path: path.to_vec() });
@@ -285,6 +299,7 @@ impl<S: Stream> Client<S> {
             Reply::File(info) => info,
             _ => return Err(ClientError::Unexpected),
         };
+        opened(&info);
         let mut received = 0u64;
         loop {
             match self.receive()? {

@@ -16,6 +16,7 @@ use self::map::SavedMap;
 use self::overlay::{DiskError, Layers};
 use super::ring::{self, Buffers, Chain};
 use super::{Activation, DeviceError, Progress, SavedDevice, VirtioDevice};
+use crate::filling::DiskFilling;
 
 const KIND: &str = "block";
 const VERSION: u32 = 1;
@@ -112,6 +113,11 @@ impl Block {
         let mut block = Self { layers, read_only, config, id, trouble, full };
         block.set_id("parbake");
         Ok(block)
+    }
+
+    /// Asks before each read of a file that is not all there yet.
+    pub fn fill_from(&mut self, filling: DiskFilling) {
+        self.layers.fill_from(filling);
     }
 
     /// Sets what the guest reads as the disk's serial number; 20 bytes of it.

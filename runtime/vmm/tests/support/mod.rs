@@ -103,6 +103,7 @@ pub fn boot(kernel: &Path, memory_mib: u32) -> VmmConfig {
         lifetime_ms: None,
         control: None,
         jail: Jail::default(),
+        filling: None,
     }
 }
 

@@ -10,12 +10,14 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use parbake_protocol::filling::Layer;
 use parbake_protocol::vmm::Disk;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags};
 
 use super::map::{BLOCK, BlockMap, Place, SavedMap};
 use crate::device::ring::Buffers;
 use crate::device::{DeviceError, sys};
+use crate::filling::DiskFilling;
 
 /// The largest disk; its map takes 512 MiB of address space, and memory only where written.
 const MAX_BYTES: u64 = 8 << 40;
@@ -46,6 +48,8 @@ pub(super) struct Layers {
     map: BlockMap,
     /// Most blocks in the private overlay.
     limit: u64,
+    /// While base and frozen overlay fill up.
+    filling: Option<DiskFilling>,
 }
 
 impl Layers {
@@ -66,7 +70,17 @@ impl Layers {
             .set_len(blocks * BLOCK)
             .map_err(|error| DeviceError::io("sizing a disk's private overlay", error))?;
         let limit = if disk.write_limit == 0 { u64::MAX } else { disk.write_limit / BLOCK };
-        Ok(Self { base, base_len, frozen, private, map: BlockMap::new(blocks), limit })
+        let map = BlockMap::new(blocks);
+        Ok(Self { base, base_len, frozen, private, map, limit, filling: None })
+    }
+
+    /// Asks before each read of a file that is not all there yet.
+    pub(super) fn fill_from(&mut self, filling: DiskFilling) {
+        self.filling = Some(filling);
+    }
+
+    fn ensure(&self, layer: Layer, offset: u64, len: u64) -> io::Result<()> {
+        self.filling.as_ref().map_or(Ok(()), |filling| filling.ensure(layer, offset, len))
     }
 
     /// Size of the disk in sectors.
@@ -96,6 +110,7 @@ impl Layers {
             match place {
                 Place::Zero => part.fill_zero(),
                 Place::Base => {
+                    self.ensure(Layer::Base, start, len)?;
                     read_file(&self.base, start, &mut part)?;
                     // Behind the end of a base that is not a whole number of blocks.
                     if start + len - part.len() as u64 >= self.base_len {
@@ -103,6 +118,7 @@ impl Layers {
                     }
                 }
                 Place::Frozen => {
+                    self.ensure(Layer::Overlay, start, len)?;
                     read_file(self.frozen()?, start, &mut part)?;
                 }
                 Place::Private => read_file(&self.private, start, &mut part)?,
@@ -229,9 +245,13 @@ impl Layers {
             Place::Zero => {}
             Place::Base => {
                 let len = self.base_len.saturating_sub(at).min(BLOCK) as usize;
+                self.ensure(Layer::Base, at, BLOCK)?;
                 self.base.read_exact_at(&mut bytes[..len], at)?;
             }
-            Place::Frozen => self.frozen()?.read_exact_at(&mut bytes, at)?,
+            Place::Frozen => {
+                self.ensure(Layer::Overlay, at, BLOCK)?;
+                self.frozen()?.read_exact_at(&mut bytes, at)?;
+            }
         }
         Ok(self.private.write_all_at(&bytes, at)?)
     }
@@ -290,6 +310,9 @@ impl Layers {
             let (mut at, bytes) = (run.start * BLOCK, run.count * BLOCK);
             end = at + bytes;
             written += bytes;
+            if run.place == Place::Frozen {
+                self.ensure(Layer::Overlay, at, bytes)?;
+            }
             while at < end {
                 let wanted = usize::try_from(end - at).unwrap_or(COPY).min(COPY);
                 let mut target = at;

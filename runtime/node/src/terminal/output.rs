@@ -4,7 +4,7 @@ use std::io::Write;
 
 use serde::Serialize;
 
-use super::error::{Classify, CliResult, Kind};
+use super::failure::{Classify, CliResult, Kind};
 
 /// Prints a document, pretty.
 pub fn json(value: &impl Serialize) -> CliResult {

@@ -1,4 +1,4 @@
-//! What the program says when something fails, and with which exit code.
+//! What our programs say when something fails, and with which exit code.
 //!
 //! | code | meaning |
 //! | --- | --- |
