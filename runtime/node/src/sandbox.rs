@@ -453,6 +453,25 @@ impl Sandbox {
         })
     }
 
+    /// Takes over the network of an adopted sandbox that was made with `egress`. Until then its rules
+    /// hold, but no name is answered and no denial told.
+    ///
+    /// # Errors
+    /// [`SandboxError::Network`].
+    pub fn adopt_network(
+        &mut self,
+        pool: &Pool,
+        egress: &Egress,
+        events: Option<EventSender>,
+    ) -> Result<(), SandboxError> {
+        if !egress.is_none() && self.lease.is_none() {
+            let pid = self.monitor.pid();
+            self.lease = Some(pool.adopt(&self.id, pid, egress, events.clone())?);
+        }
+        self.events = events;
+        Ok(())
+    }
+
     /// Lets go of a sandbox that was made to outlive this process.
     pub fn detach(mut self) {
         self.rundir.leave();

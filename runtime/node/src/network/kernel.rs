@@ -124,6 +124,18 @@ pub(crate) fn create_tap(name: &str) -> io::Result<OwnedFd> {
     Ok(tap.into())
 }
 
+/// The network namespace of a tap interface.
+pub(crate) fn namespace_of_tap(tap: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes no argument.
+    let fd = unsafe { libc::ioctl(tap.as_raw_fd(), TUNGETDEVNETNS) };
+    check(fd)?;
+    // SAFETY: the kernel just made the descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Linux, `include/uapi/linux/if_tun.h`.
+const TUNGETDEVNETNS: libc::c_ulong = 0x54e3;
+
 fn check(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

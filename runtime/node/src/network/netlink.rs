@@ -236,6 +236,26 @@ impl Links {
         self.0.request(RouteNetlinkMessage::NewAddress(message), NLM_F_CREATE | NLM_F_EXCL)
     }
 
+    /// The number of the interface at the other end of a pair, in the other's namespace.
+    pub(crate) fn peer(&mut self, name: &str) -> io::Result<u32> {
+        let list = self.0.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
+        list.into_iter()
+            .find_map(|message| {
+                let RouteNetlinkMessage::NewLink(link) = message else { return None };
+                let named = |attribute: &LinkAttribute| {
+                    matches!(attribute, LinkAttribute::IfName(found) if found == name)
+                };
+                if !link.attributes.iter().any(named) {
+                    return None;
+                }
+                link.attributes.iter().find_map(|attribute| match attribute {
+                    LinkAttribute::Link(index) => Some(*index),
+                    _ => None,
+                })
+            })
+            .ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
     /// Every IPv4 address of the namespace.
     pub(crate) fn addresses(&mut self) -> io::Result<Vec<Ipv4Addr>> {
         let mut message = AddressMessage::default();

@@ -10,8 +10,10 @@
 //! used again, so nothing of one sandbox (connections, addresses, counters) meets another.
 //!
 //! Nothing of it has a name in the file system: a namespace lives as long as a descriptor of it,
-//! its tap and its pair as long as the namespace. The death of the process that holds a slot, by
-//! whatever way, takes it apart. What may be left is elements of the host's `named` set, keyed by
+//! its tap and its pair as long as the namespace. The death of the processes that hold a slot (ours
+//! and the monitor, which has the tap), by whatever way, takes it apart. A monitor that outlives us
+//! keeps its rules and connections; only names are not answered until somebody [adopts](Pool::adopt)
+//! it. What may be left is elements of the host's `named` set, keyed by
 //! interface numbers that the kernel does not use again; [`Pool::new`] sweeps them.
 //!
 //! ```text
@@ -25,8 +27,12 @@ use std::fs::{self, File};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
+
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::egress::Egress;
 use super::guard::Guard;
@@ -182,24 +188,14 @@ impl Pool {
         egress: &Egress,
         events: Option<EventSender>,
     ) -> Result<Lease, NetworkError> {
-        let resolvers = match &self.shared.options.resolvers {
-            given if given.is_empty() => host_resolvers(),
-            given => given.clone(),
-        };
+        let resolvers = self.resolvers();
         let has_names = egress.rules.iter().any(super::egress::Rule::has_name);
         if has_names && resolvers.is_empty() {
             return Err(NetworkError::NoResolver);
         }
-        let ready = {
-            let mut state = self.shared.lock();
-            if state.in_use >= self.shared.options.most {
-                return Err(NetworkError::Exhausted(state.in_use));
-            }
-            state.in_use += 1;
-            state.ready.pop()
-        };
+        let place = self.place()?;
+        let ready = self.shared.lock().ready.pop();
         self.shared.changed.notify_all();
-        let place = Place(Arc::clone(&self.shared));
         let mut slot = match ready {
             Some(slot) => slot,
             None => Slot::prepare(self.shared.host.as_fd(), self.shared.options.connections)?,
@@ -213,6 +209,58 @@ impl Pool {
         let guard = Guard::start(id, egress.clone(), resolvers, (inside, dns, log), events)
             .map_err(failed("start a thread"))?;
         Ok(Lease { tap, guard, _named: named, _namespace: namespace, _place: place })
+    }
+
+    /// Takes over the way out of a sandbox whose monitor has outlived the process that made it, and
+    /// which was made with `egress`: names are answered and denials told again. Its rules have been
+    /// in force all along. The namespace is found through the monitor's own tap, so nothing needs to
+    /// be kept anywhere; the former owner must be gone.
+    ///
+    /// # Errors
+    /// [`NetworkError::Kernel`], also when the monitor has no network.
+    pub fn adopt(
+        &self,
+        id: &str,
+        monitor: u32,
+        egress: &Egress,
+        events: Option<EventSender>,
+    ) -> Result<Lease, NetworkError> {
+        let tap = tap_of(monitor).map_err(failed("find a monitor's tap"))?;
+        let namespace =
+            kernel::namespace_of_tap(tap.as_fd()).map_err(failed("find a tap's namespace"))?;
+        let place = self.place()?;
+        let (inside, wire) = thread::scope(|scope| {
+            let enter = || {
+                let network = Some(LinkNameSpaceType::Network);
+                move_into_link_name_space(namespace.as_fd(), network)?;
+                let inside = (Netfilter::open()?, name_socket()?, super::log::Log::open()?);
+                Ok((inside, Links::open()?.peer(UPLINK)?))
+            };
+            let thread = thread::Builder::new().spawn_scoped(scope, enter)?;
+            thread.join().unwrap_or_else(|_| Err(io::Error::other("a panic")))
+        })
+        .map_err(failed("enter a sandbox's namespace"))?;
+        let named = Named::open(wire, egress)?;
+        let guard = Guard::start(id, egress.clone(), self.resolvers(), inside, events)
+            .map_err(failed("start a thread"))?;
+        Ok(Lease { tap, guard, _named: named, _namespace: namespace, _place: place })
+    }
+
+    fn resolvers(&self) -> Vec<SocketAddr> {
+        match &self.shared.options.resolvers {
+            given if given.is_empty() => host_resolvers(),
+            given => given.clone(),
+        }
+    }
+
+    /// A place for one more sandbox.
+    fn place(&self) -> Result<Place, NetworkError> {
+        let mut state = self.shared.lock();
+        if state.in_use >= self.shared.options.most {
+            return Err(NetworkError::Exhausted(state.in_use));
+        }
+        state.in_use += 1;
+        Ok(Place(Arc::clone(&self.shared)))
     }
 
     /// How full it is.
@@ -437,10 +485,30 @@ impl Inside {
             .map_err(failed("set a guest's hardware address"))?;
         fs::write("/proc/sys/net/ipv4/ip_forward", "1")
             .map_err(failed("switch a namespace's forwarding on"))?;
-        let dns = UdpSocket::bind((GATEWAY, 53)).map_err(failed("listen for names"))?;
-        dns.set_nonblocking(true).map_err(failed("listen for names"))?;
+        let dns = name_socket().map_err(failed("listen for names"))?;
         Ok(Self { tap, namespace, filter, dns, log })
     }
+}
+
+/// Where a guest asks for names.
+fn name_socket() -> io::Result<UdpSocket> {
+    let socket = UdpSocket::bind((GATEWAY, 53))?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+/// A copy of the descriptor that a monitor has of its tap.
+fn tap_of(monitor: u32) -> io::Result<OwnedFd> {
+    let pid = i32::try_from(monitor).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
+    let process = pidfd_open(pid, PidfdFlags::empty())?;
+    for entry in fs::read_dir(format!("/proc/{monitor}/fd"))?.flatten() {
+        if fs::read_link(entry.path()).is_ok_and(|target| target == Path::new("/dev/net/tun"))
+            && let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok())
+        {
+            return Ok(pidfd_getfd(&process, number, PidfdGetfdFlags::empty())?);
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::NotFound, "the monitor has no tap"))
 }
 
 /// Interfaces of the namespace that come up from now on get no IPv6 addresses and ask for none.

@@ -156,7 +156,11 @@ impl Guest {
     fn new(pool: &Pool, egress: &str) -> Self {
         let (sender, events) = sync_channel(1000);
         let egress: Egress = egress.parse().unwrap();
-        let lease = Arc::new(pool.take("test", &egress, Some(sender)).unwrap());
+        Self::over(pool.take("test", &egress, Some(sender)).unwrap(), events)
+    }
+
+    fn over(lease: Lease, events: Receiver<SandboxEvent>) -> Self {
+        let lease = Arc::new(lease);
         let (namespace, tap) = thread::spawn(|| {
             kernel::new_network_namespace().unwrap();
             let tap = kernel::create_tap("eth0").unwrap();
@@ -489,6 +493,37 @@ fn connections_are_bounded() {
     assert!((1..=6).contains(&open), "{open} connections");
     guest.denied(WORLD, Some(80), "tcp", "too many connections");
     drop(listener);
+}
+
+#[test]
+fn the_way_out_of_a_monitor_that_lives_on_is_taken_over() {
+    if skipped() {
+        return;
+    }
+    let net = Net::new();
+    net.greet(443);
+    net.greet(80);
+    let _asked = net.serve_names(53);
+    let pool = net.pool(0);
+    let egress: Egress = "allow=packages.example:443,allow=10.9.0.3:80".parse().unwrap();
+    let lease = pool.take("test", &egress, None).unwrap();
+    // In place of a monitor: a process that has the tap.
+    let tap = lease.tap().try_clone_to_owned().unwrap();
+    let mut monitor = std::process::Command::new("sleep").arg("60").stdin(tap).spawn().unwrap();
+    drop(lease);
+    assert_eq!(pool.status().in_use, 0);
+    let (sender, events) = sync_channel(1000);
+    let lease = pool.adopt("test", monitor.id(), &egress, Some(sender)).unwrap();
+    let guest = Guest::over(lease, events);
+    assert_eq!(guest.tcp(ELSEWHERE, 80).unwrap(), "hello");
+    assert_eq!(guest.resolve("packages.example", TYPE::A), Ok(vec![WORLD]));
+    assert_eq!(guest.tcp(WORLD, 443).unwrap(), "hello");
+    assert!(guest.tcp(WORLD, 80).is_err());
+    guest.denied(WORLD, Some(80), "tcp", "not allowed");
+    drop(guest);
+    monitor.kill().unwrap();
+    monitor.wait().unwrap();
+    assert!(pool.adopt("test", std::process::id() + 100_000, &egress, None).is_err());
 }
 
 fn descriptors() -> usize {

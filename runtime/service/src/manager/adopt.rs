@@ -15,6 +15,7 @@ use parbake_node::sandbox::Sandbox as Machine;
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
+use super::create::egress_of;
 use super::{Config, Entry, Keyed, Manager, SELF, StartError, lock};
 use crate::audit::Audit;
 use crate::feed::Feed;
@@ -80,10 +81,25 @@ impl Manager {
             Ok(record) => record,
             Err(why) => return self.clear(directory, &name, &why.to_string()),
         };
-        let machine = match adopt(directory) {
+        let mut machine = match adopt(directory) {
             Ok(machine) => machine,
             Err(why) => return self.clear(directory, &name, &why),
         };
+        // Without this its rules hold all the same; but names are not answered, and what is denied
+        // is not told.
+        let events = Some(self.events.clone());
+        let network = match (egress_of(&record.egress), record.egress.is_empty()) {
+            (Ok(egress), false) => {
+                self.pool().map_err(|problem| problem.to_string()).and_then(|pool| {
+                    let taken = machine.adopt_network(&pool, &egress, events);
+                    taken.map_err(|error| error.to_string())
+                })
+            }
+            _ => Ok(()),
+        };
+        if let Err(why) = network {
+            eprintln!("parbaked: the network of {name} is not taken over: {why}");
+        }
         let entry = Entry::new(record.clone(), directory.to_owned(), State::Running);
         let mut roots = vec![record.template_digest];
         roots.extend(record.snapshot);

@@ -307,7 +307,7 @@ impl Manager {
     }
 
     /// Where networks come from.
-    fn pool(&self) -> Result<Arc<Pool>, Problem> {
+    pub(super) fn pool(&self) -> Result<Arc<Pool>, Problem> {
         if let Some(pool) = self.pool.get() {
             return Ok(Arc::clone(pool));
         }
@@ -339,7 +339,7 @@ fn milliseconds(duration: Duration) -> f64 {
 }
 
 /// A policy as it is written.
-fn egress_of(rules: &[String]) -> Result<Egress, Problem> {
+pub(super) fn egress_of(rules: &[String]) -> Result<Egress, Problem> {
     if rules.is_empty() {
         return Ok(Egress::default());
     }
