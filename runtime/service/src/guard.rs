@@ -218,6 +218,50 @@ mod tests {
         }
     }
 
+    /// Answers one question after this time; the second of the pair is what it was asked.
+    fn serve(
+        answer: &'static str,
+        after: Duration,
+    ) -> (tempfile::TempDir, std::thread::JoinHandle<String>) {
+        let directory = tempfile::tempdir().unwrap();
+        let listener =
+            std::os::unix::net::UnixListener::bind(directory.path().join("guard")).unwrap();
+        let thread = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut asked = Vec::new();
+            let mut buffer = [0; 4096];
+            while !asked.ends_with(b"}") {
+                let count = stream.read(&mut buffer).unwrap();
+                asked.extend_from_slice(&buffer[..count]);
+            }
+            std::thread::sleep(after);
+            let length = answer.len();
+            // One that gave up does not mind.
+            let _ = write!(stream, "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{answer}");
+            String::from_utf8(asked).unwrap()
+        });
+        (directory, thread)
+    }
+
+    #[test]
+    fn a_socket_is_asked_and_obeyed_in_time() {
+        let ask = |answer, after| {
+            let (directory, thread) = serve(answer, after);
+            let path = directory.path().join("guard");
+            let guard = Guard::Socket { path, limit: Duration::from_millis(1500) };
+            let answer = guard.ask(&json!({ "argv": ["true"] })).map_err(|problem| problem.kind);
+            (answer, thread.join().unwrap())
+        };
+        let (allowed, asked) = ask(r#"{"decision":"allow"}"#, Duration::ZERO);
+        assert_eq!(allowed, Ok(()));
+        assert!(asked.starts_with("POST / ") && asked.ends_with(r#"{"argv":["true"]}"#), "{asked}");
+        let blocked = ask(r#"{"decision":"block"}"#, Duration::ZERO).0;
+        assert_eq!(blocked, Err(Kind::GuardBlocked));
+        let late = ask(r#"{"decision":"allow"}"#, Duration::from_secs(3)).0;
+        assert_eq!(late, Err(Kind::GuardFailed));
+        assert_eq!(ask("perhaps", Duration::ZERO).0, Err(Kind::GuardFailed));
+    }
+
     #[test]
     fn a_socket_that_nobody_serves_blocks() {
         let guard = Guard::Socket { path: "/no/such/socket".into(), limit: Duration::from_secs(1) };

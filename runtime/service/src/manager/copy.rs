@@ -10,6 +10,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
 use std::time::Instant;
 
 use parbake_cache::template::{CompatContract, SCHEMA_VERSION, SnapshotManifest};
@@ -27,8 +28,10 @@ use crate::model::{ForkRequest, PauseRequest, Paused, ResumeRequest, Sandbox, Sa
 use crate::problem::{Kind, Problem};
 use crate::record::Record;
 
-/// The most copies at a time.
+/// The most copies of one request.
 const MAX_FORKS: u8 = 64;
+/// How many of them are restored at the same time.
+const AT_ONCE: usize = 8;
 /// What paused sandboxes are tagged with.
 const REPOSITORY: &str = "paused";
 
@@ -101,25 +104,37 @@ impl Manager {
             continues: true,
             user: template.manifest.process.user.clone(),
         };
-        let mut made: Vec<Sandbox> = Vec::new();
-        for _ in 0..request.count {
-            let copy = new_id().map_err(Problem::from).and_then(|copy| {
-                let digest = parent.template_digest;
-                let mut record = Record::new(&copy, &parent.template, digest, parent.machine);
-                record.parent = Some(id.to_owned());
-                record.secrets.clone_from(&parent.secrets);
-                let detail = json!({ "parent": id });
-                self.bring_up(actor, "forked", &store, record, &origin, &extras, begun, detail)
+        let copy = || {
+            let copy = new_id()?;
+            let digest = parent.template_digest;
+            let mut record = Record::new(&copy, &parent.template, digest, parent.machine);
+            record.parent = Some(id.to_owned());
+            record.secrets.clone_from(&parent.secrets);
+            let detail = json!({ "parent": id });
+            self.bring_up(actor, "forked", &store, record, &origin, &extras, begun, detail)
+        };
+        let (mut made, mut failure) = (Vec::new(), None);
+        let mut left = usize::from(request.count);
+        while left > 0 && failure.is_none() {
+            let now = left.min(AT_ONCE);
+            left -= now;
+            let copies = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..now).map(|_| scope.spawn(copy)).collect();
+                threads.into_iter().map(ScopedJoinHandle::join).collect::<Vec<_>>()
             });
-            match copy {
-                Ok(sandbox) => made.push(sandbox),
-                Err(problem) => {
-                    for sandbox in made {
-                        let _ = self.remove(actor, &sandbox.id);
-                    }
-                    return Err(problem);
+            for copy in copies {
+                match copy {
+                    Ok(Ok(sandbox)) => made.push(sandbox),
+                    Ok(Err(problem)) => failure = Some(problem),
+                    Err(_) => failure = Some(Problem::new(Kind::Internal, "a copy's thread died")),
                 }
             }
+        }
+        if let Some(problem) = failure {
+            for sandbox in made {
+                let _ = self.remove(actor, &sandbox.id);
+            }
+            return Err(problem);
         }
         Ok(SandboxList { sandboxes: made })
     }
