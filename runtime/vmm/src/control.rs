@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -188,9 +188,27 @@ impl Door {
     /// Lets in who knocks, if it is the owner.
     pub fn admit(&self) -> Option<Arc<UnixStream>> {
         let (socket, _) = self.listener.accept().ok()?;
-        let peer = rustix::net::sockopt::socket_peercred(&socket).ok()?;
-        (peer.uid.as_raw() == self.owner).then(|| Arc::new(socket))
+        (user_of(&socket)? == self.owner).then(|| Arc::new(socket))
     }
+}
+
+/// The user at the other end. Asked by hand: whoever comes from outside of this process's namespace
+/// has no process id in it, which a type for process ids cannot say.
+#[allow(unsafe_code)]
+fn user_of(socket: &UnixStream) -> Option<u32> {
+    let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut length = size_of_val(&peer) as libc::socklen_t;
+    // SAFETY: both places live through the call, and the second says how large the first is.
+    let code = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut length,
+        )
+    };
+    (code == 0 && length as usize == size_of_val(&peer)).then_some(peer.uid)
 }
 
 #[cfg(test)]

@@ -70,6 +70,23 @@ fn the_host_comes_back_as_often_as_it_likes() {
 }
 
 #[test]
+fn the_host_is_outside_of_the_monitors_process_namespace() {
+    needs_kvm!();
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: a process namespace needs root");
+        return;
+    }
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(&directory);
+    let control = config.control.clone().expect("a door");
+    let mut monitor = Monitor::spawn_in_process_namespace(&support::binary(), &config);
+    monitor.started();
+    let mut monitor = Monitor::come_back(monitor.abandon(), &control);
+    assert_eq!(status(&mut monitor), "running");
+    monitor.quit();
+}
+
+#[test]
 fn one_host_at_a_time() {
     needs_kvm!();
     let directory = tempfile::tempdir().expect("directory");

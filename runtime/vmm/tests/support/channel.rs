@@ -54,6 +54,18 @@ impl Monitor {
         })
     }
 
+    /// Like [`Self::spawn_binary`], as the first process of a namespace of its own.
+    pub fn spawn_in_process_namespace(binary: &Path, config: &VmmConfig) -> Self {
+        Self::start(&config_line(config), |theirs| {
+            Command::new("unshare")
+                .args(["--pid", "--fork", "--kill-child"])
+                .arg(binary)
+                .args(["--control-fd", "0"])
+                .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs.try_clone()?)))
+                .spawn()
+        })
+    }
+
     /// Like [`Self::spawn_binary`], but lets the standard library use `posix_spawn`, which is
     /// faster. Another child started meanwhile would inherit the descriptor, too: only for
     /// programs that start one child at a time.
