@@ -816,7 +816,7 @@ fn an_interrupted_transfer_ends_soon_and_goes_on_later() {
         let began = std::time::Instant::now();
         let output = child.wait_with_output().unwrap();
         failed(&output, signal, 130, &["interrupted", "goes on where"]);
-        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
         let _ = child;
     };
     interrupted(&home, &["push", &name], "INT", Duration::from_secs(4));

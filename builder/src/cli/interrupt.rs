@@ -34,7 +34,7 @@ pub fn end_within(patience: Duration) {
                 std::thread::sleep(Duration::from_millis(200));
             }
             std::thread::sleep(patience);
-            eprintln!("error: interrupted");
+            eprintln!("error: interrupted\nhint: {}", super::remote::KEPT);
             std::process::exit(130);
         });
     });

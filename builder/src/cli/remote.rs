@@ -20,6 +20,9 @@ use super::error::{CliError, CliResult, Kind};
 use super::progress::{Step, bytes};
 use super::{guest, interrupt, trust};
 
+/// What becomes of a transfer that was cut short.
+pub const KEPT: &str =
+    "what was transferred is kept: the same command goes on where this one stopped";
 /// How long an interrupted transfer may take to end: a line on which nothing happens does not notice.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -144,8 +147,7 @@ pub fn registry_error(error: RegistryError) -> CliError {
 
 /// The user wanted to stop.
 pub fn interrupted() -> CliError {
-    CliError::new(Kind::Interrupted, "interrupted")
-        .hint("what was transferred is kept: the same command goes on where this one stopped")
+    CliError::new(Kind::Interrupted, "interrupted").hint(KEPT)
 }
 
 /// The failure of a push or a pull.
