@@ -47,7 +47,7 @@ pub async fn events(
     let future = query.follow.then_some(future);
     let future = futures_util::stream::unfold(future, move |future| async move {
         let mut future = future?;
-        match future.recv().await {
+        match future.events.recv().await {
             Ok(event) => Some((Ok(line(&event)), Some(future))),
             Err(RecvError::Closed) => None,
             Err(RecvError::Lagged(_)) => Some((Err(std::io::Error::other("too slow")), None)),

@@ -200,8 +200,17 @@ async fn serve(
             _ = interrupt.recv() => break,
         }
     }
+    // Who listens hears of the end, then that there is nothing more.
+    manager.feed().close();
+    let deadline = Instant::now() + FAREWELL;
+    while manager.feed().listeners() > 0 && Instant::now() < deadline {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
     Ok(())
 }
+
+/// How long listeners have to be told of the end.
+const FAREWELL: Duration = Duration::from_secs(2);
 
 fn config(args: &Args) -> CliResult<Config> {
     let absolute = |path: PathBuf| std::path::absolute(&path).unwrap_or(path);
