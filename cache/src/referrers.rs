@@ -35,7 +35,7 @@ const MAX_PAGES: usize = 16;
 /// How long after writing the index of the tag schema it is looked at again, at least.
 const SETTLE: Duration = Duration::from_millis(200);
 /// How often the index of the tag schema is written until it holds.
-const WRITES: u32 = 6;
+const WRITES: u64 = 12;
 
 /// Something to attach.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -232,7 +232,7 @@ impl Repository {
         if let Some(listed) = self.referrers_by_api(&subject.digest)? {
             left.retain(|entry| !is_listed(&listed, &entry.digest));
         }
-        for _ in 0..WRITES {
+        for round in 1..=WRITES {
             let mut index = self.referrers_by_tag(&subject.digest)?.unwrap_or_else(|| Index {
                 schema_version: 2,
                 media_type: Some(INDEX_TYPE.to_owned()),
@@ -248,9 +248,9 @@ impl Repository {
             let bytes = artifact::to_json(&index);
             self.put_manifest(&fallback_tag(&subject.digest), INDEX_TYPE, &bytes)?;
             // Long enough that another who read before this was written has written, too; and not
-            // the same for everybody.
+            // the same for everybody, further apart each time.
             let spread = u64::from(crate::live::random_id().as_bytes()[0] % 16);
-            std::thread::sleep(SETTLE + Duration::from_millis(20 * spread));
+            std::thread::sleep(SETTLE + Duration::from_millis(20 * spread * round));
         }
         let written = self.referrers_by_tag(&subject.digest)?.map(|index| index.manifests);
         if left.iter().all(|entry| is_listed(written.as_deref().unwrap_or_default(), &entry.digest))

@@ -376,9 +376,23 @@ impl Repository {
             Ok((SendBody::from_owned_reader(io::Cursor::new(owned.clone())), len))
         };
         let headers = [("content-type", media_type.to_owned())];
-        let response = self.request(&Method::PUT, &path, &headers, Some(&body), None)?;
-        let response = self.expect(response, &[200, 201, 202], "the manifest")?;
-        Ok(response.headers().contains_key("oci-subject"))
+        // While another sends the same blobs or manifest, some registries do not find them for a
+        // moment, though they have them (seen with docker-registry 2.8).
+        let mut pauses = [100, 300, 900].into_iter();
+        loop {
+            let response = self.request(&Method::PUT, &path, &headers, Some(&body), None)?;
+            match self.expect(response, &[200, 201, 202], "the manifest") {
+                Ok(response) => return Ok(response.headers().contains_key("oci-subject")),
+                Err(error) => match (&error, pauses.next()) {
+                    (RegistryError::Status { detail, .. }, Some(pause))
+                        if detail.contains("BLOB_UNKNOWN") =>
+                    {
+                        std::thread::sleep(std::time::Duration::from_millis(pause));
+                    }
+                    _ => return Err(error),
+                },
+            }
+        }
     }
 
     /// Whether the repository has the blob.
