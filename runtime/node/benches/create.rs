@@ -176,11 +176,12 @@ impl Bench {
         monitor.pause().expect("pause");
         let path = |what: &str| self.directory.join(format!("{name}-{what}"));
         let create = |what: &str| File::create_new(path(what)).expect("file");
-        monitor.snapshot(&create("state"), &create("memory"), &[]).expect("snapshot");
+        monitor.snapshot(&create("state"), &create("memory"), &[], false).expect("snapshot");
         monitor.quit();
         config.start = Start::Restore {
             state: path("state"),
             memory: path("memory"),
+            difference: None,
             generation_id: [7; 16],
             paused: false,
         };

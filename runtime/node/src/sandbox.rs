@@ -146,6 +146,8 @@ pub struct RestoreFiles {
     pub state: PathBuf,
     /// Guest memory.
     pub memory: PathBuf,
+    /// Pages that are laid over it: those of [`Extent::Difference`].
+    pub difference: Option<PathBuf>,
     /// The disk's part of the snapshot.
     pub disk: PathBuf,
     /// The root filesystem.
@@ -301,6 +303,7 @@ impl Sandbox {
         let start = Start::Restore {
             state: files.state.clone(),
             memory: files.memory.clone(),
+            difference: files.difference.clone(),
             generation_id: random()?,
             paused: false,
         };
@@ -749,18 +752,20 @@ impl Sandbox {
             zero_free_memory: (!memory.keep_free_memory).then(ZeroFill::default),
             close_connections: true,
         };
-        self.write_frozen(files, request)
+        self.write_frozen(files, Extent::Whole, request)
     }
 
     /// Freezes the machine as it is, as quickly as may be, and writes it into `files`: user
     /// processes stopped where they are, connections closed. The machine stands still until
-    /// [`Sandbox::thaw`]. Running commands are ended if `end_sessions`, else a failure.
+    /// [`Sandbox::thaw`]. Running commands are ended if `end_sessions`, else a failure. Whether
+    /// the memory is whole, [`SnapshotReport::difference`] says.
     ///
     /// # Errors
     /// See [`SandboxError`]; the files are then incomplete, and the machine may stand still.
     pub fn suspend(
         &mut self,
         files: &FreezeFiles,
+        extent: Extent,
         end_sessions: bool,
     ) -> Result<Frozen, SandboxError> {
         let request = QuiesceRequest {
@@ -772,7 +777,7 @@ impl Sandbox {
             zero_free_memory: None,
             close_connections: true,
         };
-        self.write_frozen(files, request)
+        self.write_frozen(files, extent, request)
     }
 
     /// Lets a machine go on that stands still after [`Sandbox::suspend`], or after one that failed.
@@ -789,6 +794,7 @@ impl Sandbox {
     fn write_frozen(
         &mut self,
         files: &FreezeFiles,
+        extent: Extent,
         request: QuiesceRequest,
     ) -> Result<Frozen, SandboxError> {
         let begun = Instant::now();
@@ -800,13 +806,25 @@ impl Sandbox {
         }
         let quiesced = begun.elapsed();
         self.monitor.pause()?;
+        let paused = begun.elapsed();
         let snapshot = self.monitor.snapshot(
             &files.state,
             &files.memory,
             std::slice::from_ref(&files.disk),
+            extent == Extent::Difference,
         )?;
-        Ok(Frozen { snapshot, report, quiesced, total: begun.elapsed() })
+        Ok(Frozen { snapshot, report, quiesced, paused, total: begun.elapsed() })
     }
+}
+
+/// How much of a machine's memory is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// All that is not zero: for another host, another time.
+    Whole,
+    /// What differs from the image it was restored from, which a copy needs besides. All, if it
+    /// was not restored, or from an image that was still filling up.
+    Difference,
 }
 
 /// What becomes of memory nobody uses at the freeze.
@@ -851,6 +869,8 @@ pub struct Frozen {
     pub report: QuiesceReport,
     /// How long the agent took.
     pub quiesced: Duration,
+    /// When the machine stood still, counted from the beginning.
+    pub paused: Duration,
     /// How long everything took.
     pub total: Duration,
 }

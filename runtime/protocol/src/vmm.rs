@@ -121,6 +121,9 @@ pub enum Start {
         state: PathBuf,
         /// The memory image, mapped privately.
         memory: PathBuf,
+        /// Pages to lay over it: what [`SnapshotFiles::difference`] asked for. The state says which.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        difference: Option<PathBuf>,
         /// A fresh VM generation identifier.
         generation_id: [u8; 16],
         /// Leave the vCPUs stopped until [`Request::Resume`].
@@ -232,6 +235,10 @@ pub enum Request {
 pub struct SnapshotFiles {
     /// How many descriptors come along: 2 and one per disk.
     pub files: u32,
+    /// Of memory only the pages that may differ from the image this machine was restored from,
+    /// if it was; [`SnapshotReport::difference`] says. For copies on this host.
+    #[serde(default)]
+    pub difference: bool,
 }
 
 /// What the monitor says.
@@ -267,8 +274,11 @@ pub enum Reply {
 pub struct SnapshotReport {
     /// Size of the state file in bytes.
     pub state_bytes: u64,
-    /// Bytes of memory that are not zero.
+    /// Bytes of memory that are not zero, and were written.
     pub memory_data_bytes: u64,
+    /// The memory is what differs from the image the machine was restored from, not whole.
+    #[serde(default)]
+    pub difference: bool,
     /// Bytes of each disk's overlay.
     pub overlay_data_bytes: Vec<u64>,
     /// 1 for a snapshot of a cold-booted machine, n+1 for one of a restored generation n.

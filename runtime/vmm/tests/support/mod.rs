@@ -118,6 +118,7 @@ pub fn restore(of: &VmmConfig, snapshot: &Snapshot) -> VmmConfig {
         start: Start::Restore {
             state: snapshot.state.clone(),
             memory: snapshot.memory.clone(),
+            difference: None,
             generation_id,
             paused: false,
         },
