@@ -121,6 +121,8 @@ fn forks(
                 let key = format!("{name}{stage}_ms");
                 figures.entry(key).or_default().push(time.as_secs_f64() * 1000.0);
             };
+            // The last copy's end, which nobody waits for, is not part of this fork.
+            std::thread::sleep(Duration::from_millis(300));
             let begun = Instant::now();
             let frozen =
                 parent.suspend(&FreezeFiles::create_in(directory.path())?, extent, true)?;
@@ -147,6 +149,11 @@ fn forks(
             put("_write", frozen.total.saturating_sub(frozen.paused));
             put("_thaw", thawed.duration_since(thawing));
             put("_started", copy.timings().started);
+            let mut before = 0;
+            for (stage, at) in &copy.timings().stages {
+                put(&format!("_monitor_{stage}"), Duration::from_micros(at - before));
+                before = *at;
+            }
             put("_fixup", copy.timings().ready.saturating_sub(copy.timings().started));
             #[allow(clippy::cast_precision_loss, reason = "a figure for people")]
             let mib = frozen.snapshot.memory_data_bytes as f64 / f64::from(1 << 20);
