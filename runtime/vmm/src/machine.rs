@@ -65,7 +65,7 @@ impl Stages {
 
 /// The virtio devices behind their windows.
 pub struct Devices {
-    /// In window order: disks, vsock, net, rng.
+    /// In window order: disks, vsock, net, rng, workspace.
     pub all: Vec<Mutex<MmioTransport>>,
     /// How many of the first are disks.
     pub disks: usize,
@@ -176,23 +176,31 @@ pub fn open(
     }
 }
 
-/// The configuration without a network device that leads nowhere, for a machine that was frozen
-/// without one.
+/// The configuration without a network device that leads nowhere and without an empty slot, for a
+/// machine that was frozen without them.
 fn fitting<'a>(config: &'a VmmConfig, frozen: &Shape) -> Result<Cow<'a, VmmConfig>, Failure> {
-    match &config.net {
-        Some(net) if frozen.devices.iter().all(|kind| kind != "net") => {
-            if net.tap.is_some() {
-                return Err(StateError::Mismatch(
-                    "it was taken of a machine without a network device; bake the template anew to \
-                     give its sandboxes a network"
-                        .into(),
-                )
-                .into());
-            }
-            Ok(Cow::Owned(VmmConfig { net: None, ..config.clone() }))
+    let lacks = |wanted: &str| frozen.devices.iter().all(|kind| kind != wanted);
+    let refuse = |what: &str, wish: &str| {
+        Err(StateError::Mismatch(format!(
+            "it was taken of a machine without {what}; bake the template anew to give its \
+             sandboxes {wish}"
+        ))
+        .into())
+    };
+    let mut fitting = Cow::Borrowed(config);
+    if let Some(net) = config.net.as_ref().filter(|_| lacks("net")) {
+        if net.tap.is_some() {
+            return refuse("a network device", "a network");
         }
-        _ => Ok(Cow::Borrowed(config)),
+        fitting.to_mut().net = None;
     }
+    if let Some(workspace) = config.workspace.as_ref().filter(|_| lacks("workspace")) {
+        if workspace.file.is_some() {
+            return refuse("a slot for a workspace", "one");
+        }
+        fitting.to_mut().workspace = None;
+    }
+    Ok(fitting)
 }
 
 fn check(config: &VmmConfig) -> Result<(), Failure> {
@@ -231,6 +239,7 @@ fn kinds(config: &VmmConfig) -> Vec<String> {
     if config.rng {
         kinds.push("rng".into());
     }
+    kinds.extend(config.workspace.iter().map(|_| "workspace".to_owned()));
     kinds
 }
 
@@ -334,6 +343,12 @@ fn open_devices(
     }
     if config.rng {
         devices.push(Box::new(Rng::new()));
+    }
+    if let Some(workspace) = &config.workspace {
+        let volume = Block::open_volume(workspace.file.as_deref());
+        let mut volume = volume.map_err(|e| Failure::Workspace(e.to_string()))?;
+        volume.set_id(protocol::WORKSPACE_ID);
+        devices.push(Box::new(volume));
     }
     Ok(devices)
 }

@@ -83,9 +83,11 @@ impl Manager {
             labels: request.labels.clone(),
             egress: parent.egress.clone(),
             limits: parent.limits.clone(),
+            workspace: None,
         };
         check(&extras)?;
         refuse_secrets(&parent, request.with_secrets, "fork")?;
+        refuse_workspace(&parent)?;
         let store = self.store()?;
         let template = Template::load(&store, None, parent.template_digest)?;
         let directory = self.fork_directory(&store)?;
@@ -171,6 +173,7 @@ impl Manager {
         let entry = self.entry(id)?;
         let record = lock(&entry.facts).record.clone();
         refuse_secrets(&record, request.with_secrets, "pause")?;
+        refuse_workspace(&record)?;
         let store = self.store()?;
         let staging = store.stage()?;
         self.report(actor, "paused", Some(id), json!({ "withSecrets": request.with_secrets }))?;
@@ -360,6 +363,14 @@ fn refuse_secrets(record: &Record, asked: bool, verb: &str) -> Result<(), Proble
     let message = format!("sandbox {} has secrets ({names}), which a copy would hold", record.id);
     Err(Problem::new(Kind::HoldsSecrets, message)
         .hint(format!("if that is what you want: {verb} --with-secrets")))
+}
+
+/// A workspace is for one at a time, and what a copy has mounted would change behind its back.
+fn refuse_workspace(record: &Record) -> Result<(), Problem> {
+    let Some(name) = &record.workspace else { return Ok(()) };
+    let message = format!("sandbox {} has workspace {name}, which no copy can share", record.id);
+    Err(Problem::new(Kind::WrongState, message)
+        .hint("copy what is to be kept with `parbaked cp`, or do without the workspace"))
 }
 
 /// The memory image a sandbox was restored from. None where its record does not say, and where the

@@ -104,6 +104,7 @@ pub fn boot(kernel: &Path, memory_mib: u32) -> VmmConfig {
         control: None,
         jail: Jail::default(),
         filling: None,
+        workspace: None,
     }
 }
 
