@@ -38,7 +38,8 @@ pub enum EventKind {
         port: Option<u16>,
         /// `tcp`, `udp`, `icmp`, or the protocol's number.
         protocol: String,
-        /// `not allowed`, `blocked`, `forged source`, `IPv6`, `too many connections`.
+        /// `not allowed`, `blocked`, `forged source`, `IPv6`, `too many connections`,
+        /// `kept back by the host`.
         reason: String,
     },
     /// A name was asked for that no rule allows, or in a way that could carry data out.
