@@ -1,6 +1,6 @@
 //! Writes ext4 file systems: a [`Tree`] and the blocks its files were streamed to become an image
 //! that any Linux since 4.x mounts read-write, that `e2fsck -fn` finds nothing in, and that is the
-//! same to the byte for the same input.
+//! same to the byte for the same input. ([`mod@read`] goes the other way.)
 //!
 //! # Why there is an own writer
 //!
@@ -73,6 +73,7 @@ mod extent;
 mod geometry;
 mod hash;
 mod inode;
+pub mod read;
 mod sink;
 mod superblock;
 mod survey;
