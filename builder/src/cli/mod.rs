@@ -35,6 +35,7 @@ mod steps;
 mod tag;
 mod trust;
 mod verify;
+mod workspace;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -39,4 +39,5 @@ pub mod spawn;
 pub mod streams;
 pub mod terminal;
 pub mod users;
+mod workspace;
 pub mod zero;

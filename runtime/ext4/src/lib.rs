@@ -66,6 +66,8 @@
 //! and handed to [`finish`] once. After an error its contents are undefined and it must be thrown
 //! away. Syncing and naming it are the caller's part.
 
+#![forbid(unsafe_code)]
+
 mod acl;
 mod checksum;
 mod directory;
@@ -78,6 +80,7 @@ mod sink;
 mod superblock;
 mod survey;
 mod tables;
+pub mod tree;
 mod usage;
 mod writer;
 mod xattr;
