@@ -20,8 +20,8 @@ use parbake_recipes::resolve::Locked;
 use parbake_recipes::{LoadRequest, Loaded, RecipeError};
 
 use crate::execute::{
-    self, BaseLayers, Bases, BuiltImage, Event, ExecuteError, ExecuteOptions, ExternalOptions,
-    Sandbox, SourceImages, Tool,
+    self, BaseLayers, Bases, BuiltImage, Event, ExecuteError, ExecuteOptions, Executor,
+    ExternalOptions, SourceImages, Tool,
 };
 use crate::image::ImageOptions;
 use crate::kernel::KernelChoice;
@@ -32,9 +32,9 @@ pub const LOCK_FILE: &str = "parbake.lock";
 /// Who builds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Engine {
-    /// This program, steps in namespaces.
+    /// This program, steps by whichever executor is given.
     #[default]
-    Sandbox,
+    Own,
     /// An installed engine.
     External(Tool),
 }
@@ -158,13 +158,15 @@ impl Source {
         labels
     }
 
-    /// Builds the image. `options` need no context.
+    /// Builds the image. `options` need no context; `executor` runs the steps, unless an external
+    /// engine does.
     ///
     /// # Errors
     /// See [`SourceError`].
     pub fn build(
         &mut self,
         options: &ExecuteOptions,
+        executor: Option<&mut (dyn Executor + '_)>,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Built, SourceError> {
         let (image, bake, starts, reference) = match (&self.loaded, self.request.engine) {
@@ -176,17 +178,14 @@ impl Source {
                     ..options.clone()
                 };
                 let mut bases = Pinned { images: &mut self.images, by_digest: self.request.locked };
-                let image = execute::build(
-                    &loaded.plan,
-                    &options,
-                    &mut Sandbox::new(None)?,
-                    &mut bases,
-                    events,
-                )?;
+                let Some(executor) = executor else {
+                    return Err(SourceError::Unsupported("nobody runs the steps".to_owned()));
+                };
+                let image = execute::build(&loaded.plan, &options, executor, &mut bases, events)?;
                 let starts = starts_process(loaded);
                 (image, loaded.bake.clone(), starts, reference(loaded))
             }
-            (None, Engine::Sandbox) => {
+            (None, Engine::Own) => {
                 return Err(SourceError::Unsupported("nothing was loaded".to_owned()));
             }
         };

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use parbake_builder::assemble::{self, AssembleError, AssembleOptions, Assembled};
-use parbake_builder::execute::{self, ExecuteOptions, NetworkAccess, Tool};
+use parbake_builder::execute::{self, Event, ExecuteOptions, NetworkAccess};
 use parbake_builder::flatten::FlattenError;
 use parbake_builder::flatten::build::BuildError;
 use parbake_builder::image::{self, Image, ImageError, ImageSource};
@@ -17,6 +17,7 @@ use parbake_cache::template::{BakeInstructions, MachineShape};
 use parbake_cache::{Digest, Store, TemplateName};
 use serde_json::json;
 
+use super::builder::{BuilderArgs, Choice};
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::Place;
 use super::progress::bytes;
@@ -37,7 +38,7 @@ pub struct Args {
     /// A finished image: oci:DIR[:TAG], oci-archive:FILE, docker-archive:FILE[:IMAGE:TAG],
     /// docker://HOST/REPO[:TAG|@DIGEST], tar:FILE or dir:DIR
     #[arg(long, value_name = "IMAGE", conflicts_with_all = ["context", "file", "target", "build_arg",
-        "build_context", "builder", "secret", "ssh", "no_cache", "network", "explain", "locked", "strict"])]
+        "build_context", "builder", "require_isolation", "egress", "build_cpus", "build_memory", "build_disk", "secret", "ssh", "no_cache", "network", "explain", "locked", "strict"])]
     from: Option<ImageSource>,
     /// Name for the template; may be given again
     #[arg(short, long, value_name = "NAME[:TAG]")]
@@ -48,9 +49,8 @@ pub struct Args {
     /// Bake at once; the template gets its name only if that succeeds
     #[arg(long, requires = "tag")]
     bake: bool,
-    /// Who runs the steps
-    #[arg(long, value_name = "BUILDER", default_value = "auto")]
-    builder: Builder,
+    #[command(flatten)]
+    builder: BuilderArgs,
     /// A secret for steps that mount it: id=ID,src=FILE or id=ID,env=NAME; may be given again
     #[arg(long, value_name = "SECRET", value_parser = secret)]
     secret: Vec<Secret>,
@@ -85,19 +85,6 @@ pub struct Args {
     /// the distribution's for cloud machines]
     #[arg(long, value_name = "KERNEL")]
     kernel: Option<KernelChoice>,
-}
-
-/// `--builder`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Builder {
-    /// What works here: the sandbox.
-    Auto,
-    /// This program, as root, steps in namespaces of this machine's kernel.
-    Sandbox,
-    /// An installed buildah.
-    Buildah,
-    /// An installed docker with buildx.
-    Buildx,
 }
 
 /// `--network`.
@@ -313,13 +300,13 @@ fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
 
 fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliResult<Material> {
     let load = args.source.load_request()?;
+    let choice = args.builder.choice(context)?;
     let request = SourceRequest {
         load: load.clone(),
         images: args.source.image_options(),
-        engine: match args.builder {
-            Builder::Auto | Builder::Sandbox => Engine::Sandbox,
-            Builder::Buildah => Engine::External(Tool::Buildah),
-            Builder::Buildx => Engine::External(Tool::Buildx),
+        engine: match choice {
+            Choice::External(tool) => Engine::External(tool),
+            _ => Engine::Own,
         },
         locked: args.locked,
     };
@@ -333,13 +320,15 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         source.check_kernel(locked).map_err(source_error)?;
     }
     let directory = build_directory(&store);
+    let kernel = args.kernel.clone().unwrap_or_default();
+    let mut executor = args.builder.executor(context, choice, &directory, kernel)?;
     let scratch = directory.join("tmp");
     let scratch = std::fs::create_dir_all(&scratch)
         .and_then(|()| tempfile::Builder::new().prefix("image-").tempdir_in(&scratch))
         .kind(Kind::User)?;
     let layout = scratch.path().join("image");
     let options = ExecuteOptions {
-        directory,
+        directory: directory.clone(),
         contexts: args.source.directories(),
         output: layout.clone(),
         secrets: secrets(args),
@@ -351,11 +340,23 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         no_cache: args.no_cache,
         source_date_epoch: source_date_epoch()?,
         strict: args.strict,
+        require_isolation: args.builder.requires_isolation(),
         interrupt: Some(Arc::clone(cancel)),
         ..ExecuteOptions::default()
     };
     let mut view = StepView::new(&context.progress, args.explain);
-    let built = source.build(&options, &mut |event| view.event(&event));
+    let mut announced = false;
+    let announce = choice == Choice::Sandbox { asked: false };
+    let built = source.build(&options, executor.as_deref_mut(), &mut |event| {
+        if announce && matches!(event, Event::StepReason { .. }) && !announced {
+            announced = true;
+            context.progress.note(
+                "steps share this machine's kernel (--builder sandbox); --builder microvm runs each \
+                 in a machine of its own",
+            );
+        }
+        view.event(&event);
+    });
     drop(view);
     let Built { image: made, bake, instructions, reference } = built.map_err(source_error)?;
     for text in unkept(&bake) {
