@@ -23,7 +23,7 @@ use crate::execute::{
     self, BaseLayers, Bases, BuiltImage, Event, ExecuteError, ExecuteOptions, Executor,
     ExternalOptions, SourceImages, Tool,
 };
-use crate::image::ImageOptions;
+use crate::image::{ImageConfig, ImageOptions};
 use crate::kernel::KernelChoice;
 
 /// The lock file's name, beside the recipe or Dockerfile.
@@ -352,6 +352,17 @@ pub fn instructions(spec: &BakeSpec, start_process: bool) -> Option<BakeInstruct
     (!nothing).then_some(instructions)
 }
 
+/// What a bake of a finished image does: its health check is the ready check, and its process is
+/// started for it.
+#[must_use]
+pub fn instructions_of_image(config: &ImageConfig) -> Option<BakeInstructions> {
+    let config = execute::plan_config(config);
+    let ready = Ready::default().or_healthcheck(&config);
+    let has_process = config.entrypoint.iter().chain(&config.cmd).flatten().count() > 0;
+    let starts = has_process && !ready.checks.is_empty();
+    instructions(&BakeSpec { ready, ..BakeSpec::default() }, starts)
+}
+
 /// The machine's shape a recipe asks for.
 #[must_use]
 pub fn shape(machine: &recipe::Machine) -> MachineShape {
@@ -457,6 +468,28 @@ mod tests {
         assert_eq!(found.warmup, [WarmupStep::Exec(argv.to_vec())]);
         let text = serde_json::to_string(&found).unwrap();
         assert_eq!(serde_json::from_str::<BakeInstructions>(&text).unwrap(), found);
+    }
+
+    #[test]
+    fn a_finished_images_health_check_is_the_ready_check() {
+        use crate::image::manifest::Healthcheck;
+        assert_eq!(instructions_of_image(&ImageConfig::default()), None);
+        let check = |test: &[&str]| Healthcheck {
+            test: test.iter().map(ToString::to_string).collect(),
+            interval: 5_000_000_000,
+            ..Healthcheck::default()
+        };
+        let with = |test: &[&str]| ImageConfig {
+            cmd: Some(vec!["/srv".to_owned()]),
+            healthcheck: Some(check(test)),
+            ..ImageConfig::default()
+        };
+        let found = instructions_of_image(&with(&["CMD-SHELL", "curl localhost"])).unwrap();
+        assert!(found.start_process);
+        let argv = ["/bin/sh", "-c", "curl localhost"].map(str::to_owned);
+        assert_eq!(found.ready.checks, [GuestCheck::Exec(argv.to_vec())]);
+        assert_eq!(found.ready.interval_ms, 1000);
+        assert_eq!(instructions_of_image(&with(&["NONE"])), None);
     }
 
     #[test]

@@ -15,6 +15,7 @@ use parbake_builder::kernel::KernelChoice;
 use parbake_builder::source::{self, Built, Engine, Source, SourceRequest};
 use parbake_cache::template::{BakeInstructions, MachineShape};
 use parbake_cache::{Digest, Store, TemplateName};
+use parbake_node::network::Egress;
 use serde_json::json;
 
 use super::builder::{BuilderArgs, Choice};
@@ -165,10 +166,11 @@ struct Material {
     kernel_words: Vec<String>,
     labels: BTreeMap<String, String>,
     bake: Option<BakeInstructions>,
+    egress: Vec<String>,
     /// Steps done and steps found in the cache, where there were steps.
     steps: Option<(usize, usize)>,
     /// Holds the image while it is read.
-    _scratch: Option<tempfile::TempDir>,
+    _scratch: Option<(tempfile::TempDir, execute::Claim)>,
 }
 
 /// Builds.
@@ -216,6 +218,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
         kernel_words: material.kernel_words.clone(),
         labels: material.labels.clone(),
         bake: material.bake.clone(),
+        egress: material.egress.clone(),
         secrets,
         cache: args.from.is_none().then(|| build_directory(&store).join("rootfs")),
         cancel,
@@ -281,6 +284,7 @@ fn bake_now(
 fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
     let image =
         image::open(from, &args.source.image_options(), &mut |_| {}).map_err(image_error)?;
+    let bake = source::instructions_of_image(image.config());
     Ok(Material {
         image,
         reference: from.portable(),
@@ -292,7 +296,8 @@ fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
         kernel: args.kernel.clone().unwrap_or_default(),
         kernel_words: Vec::new(),
         labels: args.source.labels(),
-        bake: None,
+        bake,
+        egress: Vec::new(),
         steps: None,
         _scratch: None,
     })
@@ -322,9 +327,10 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
     let directory = build_directory(&store);
     let kernel = args.kernel.clone().unwrap_or_default();
     let mut executor = args.builder.executor(context, choice, &directory, kernel)?;
-    let scratch = directory.join("tmp");
-    let scratch = std::fs::create_dir_all(&scratch)
-        .and_then(|()| tempfile::Builder::new().prefix("image-").tempdir_in(&scratch))
+    let claim = execute::claim(&directory).map_err(steps::execute_error)?;
+    let scratch = tempfile::Builder::new()
+        .prefix("image-")
+        .tempdir_in(directory.join("tmp"))
         .kind(Kind::User)?;
     let layout = scratch.path().join("image");
     let options = ExecuteOptions {
@@ -359,6 +365,7 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
     });
     drop(view);
     let Built { image: made, bake, instructions, reference } = built.map_err(source_error)?;
+    let egress = egress(&bake)?;
     for text in unkept(&bake) {
         context.progress.note(&format!("warning: {text}"));
     }
@@ -382,9 +389,22 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         kernel_words: bake.kernel.cmdline.clone(),
         labels,
         bake: instructions,
+        egress,
         steps: Some((made.executed, made.cached)),
-        _scratch: Some(scratch),
+        _scratch: Some((scratch, claim)),
     })
+}
+
+/// What a recipe lets its sandboxes reach, if that can be understood.
+fn egress(bake: &parbake_recipes::recipe::BakeSpec) -> CliResult<Vec<String>> {
+    let rules = &bake.network.egress.allow;
+    for rule in rules {
+        Egress::parse(rule).map_err(|error| {
+            CliError::new(Kind::User, error)
+                .hint("network.egress.allow takes HOST:PORT, *.HOST:PORT, ADDRESS/PREFIX:PORT or *")
+        })?;
+    }
+    Ok(rules.clone())
 }
 
 /// What a recipe may say and a template cannot keep yet.
@@ -394,11 +414,8 @@ fn unkept(bake: &parbake_recipes::recipe::BakeSpec) -> Vec<String> {
         texts
             .push("snapshot.enabled is false, but `parbake run` bakes what has no snapshot".into());
     }
-    if !bake.network.ports.is_empty() || !bake.network.egress.allow.is_empty() {
-        texts.push(
-            "the network policy is not kept in the template; sandboxes get what the node allows"
-                .into(),
-        );
+    if !bake.network.ports.is_empty() {
+        texts.push("network.ports are not kept in the template; nothing is forwarded".into());
     }
     texts
 }

@@ -38,9 +38,11 @@ use parbake_recipes::plan::ImageConfig;
 
 pub use base::{BaseLayer, BaseLayers, Bases, NoImages, OpenBlob};
 pub use build::build;
+pub use cache::{Claim, claim};
 pub use error::ExecuteError;
 pub use external::{ExternalOptions, Tool, build_external};
 pub use images::SourceImages;
+pub(crate) use images::config as plan_config;
 pub use microvm::{
     Ground, InLab, Microvm, MicrovmOptions, Preparation, StepGuest, run_guest, step_request,
 };

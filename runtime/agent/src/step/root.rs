@@ -113,6 +113,9 @@ pub fn system() -> io::Result<()> {
         fs::set_permissions(&path, permissions).map_err(|e| named("make", &path, e))?;
     }
     for (name, target) in LINKS {
+        if name == "core" && !Path::new(target).exists() {
+            continue;
+        }
         let path = Path::new("/dev").join(name);
         symlink(target, &path).map_err(|e| named("make", &path, e))?;
     }
