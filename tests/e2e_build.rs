@@ -330,7 +330,21 @@ fn a_recipe_is_checked_shown_and_locked() {
     assert!(lock["kernel"]["version"].is_string(), "{lock}");
     // The lock file does not lock itself.
     assert!(world.ok(&["recipe", "outdated"]).0.contains("everything is as"));
+    // What was installed is known after a build only.
+    world.ok(&["build", ".", "--lock", "-t", "first"]);
+    let path = world.path("context/parbake.lock");
+    let lock = fs::read_to_string(&path).unwrap();
+    let read: Value = serde_json::from_str(&lock).unwrap();
+    let version = read["packages"]["dpkg"]["dpkg"].as_str().unwrap_or_else(|| panic!("{lock}"));
     world.ok(&["build", ".", "--locked", "-t", "served"]);
+    fs::write(&path, lock.replace(version, "0.1")).unwrap();
+    fs::write(world.rootfs().strip_prefix("rootfs=").unwrap(), "mine").unwrap();
+    let moved = format!("dpkg dpkg {version} now, locked 0.1");
+    world.fails(&["build", ".", "--locked", "-t", "drifted"], 4, &["parbake.lock", &moved]);
+    world.fails(&["inspect", "drifted"], 3, &["drifted"]);
+    world.fails(&["build", ".", "--locked", "-o", &world.rootfs()], 4, &[&moved]);
+    assert_eq!(fs::read(world.rootfs().strip_prefix("rootfs=").unwrap()).unwrap(), b"mine");
+    fs::write(&path, lock).unwrap();
     let found = world.json(&["inspect", "served"]);
     let bake = &found["template"]["bake"];
     assert_eq!(bake["startProcess"], true, "{bake}");

@@ -13,7 +13,7 @@ use parbake_cache::template::{
     BakeInstructions, GuestCheck, HttpRequest, MachineShape, ReadyInstructions, WarmupStep,
 };
 use parbake_recipes::dockerfile::NamedContext;
-use parbake_recipes::lock::{Lock, LockedKernel};
+use parbake_recipes::lock::{Lock, LockedKernel, Packages};
 use parbake_recipes::plan;
 use parbake_recipes::recipe::{self, BakeSpec, Check, Ready};
 use parbake_recipes::resolve::Locked;
@@ -137,6 +137,27 @@ impl Source {
             locked.verify(now, path)?;
         }
         Ok(())
+    }
+
+    /// Compares what was installed with the lock file.
+    ///
+    /// # Errors
+    /// [`RecipeError::LockDrift`].
+    pub fn check_packages(&self, packages: &Packages) -> Result<(), SourceError> {
+        match &self.lock {
+            Some((path, locked, _)) => Ok(locked.verify_packages(packages, path)?),
+            None => Ok(()),
+        }
+    }
+
+    /// What a lock file of this source would say, without kernel and packages, and where it is;
+    /// nothing when an external engine reads the source.
+    ///
+    /// # Errors
+    /// When the context cannot be read.
+    pub fn lock_now(&mut self) -> Result<Option<(PathBuf, Lock)>, SourceError> {
+        let path = lock_path(&self.request.load);
+        self.loaded.as_mut().map(|loaded| Ok((path, lock(loaded)?))).transpose()
     }
 
     /// What a template remembers of the files it was built from, as labels: the digest of the

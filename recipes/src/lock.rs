@@ -1,6 +1,6 @@
 //! `parbake.lock`: what a recipe resolved to, so that the next build is the same one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use parbake_cache::Digest;
@@ -12,6 +12,10 @@ use crate::{Location, RecipeError};
 
 /// The lock file's version.
 pub const SCHEMA_VERSION: u32 = 1;
+
+/// Versions of installed packages by manager (`dpkg`, `apk`, `python`, `npm`), then by name. Where
+/// one is there in several versions, all of them, sorted, with commas between.
+pub type Packages = BTreeMap<String, BTreeMap<String, String>>;
 
 /// What a recipe resolved to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,9 +34,9 @@ pub struct Lock {
     /// The kernel, once one was chosen.
     #[serde(default)]
     pub kernel: Option<LockedKernel>,
-    /// Installed packages by manager (`dpkg`, `pip`, `npm`, `apk`, `rpm`), then by name.
+    /// What was installed in the end; nothing in a lock that was written without a build.
     #[serde(default)]
-    pub packages: BTreeMap<String, BTreeMap<String, String>>,
+    pub packages: Packages,
 }
 
 /// A base image and what its name stood for.
@@ -152,16 +156,48 @@ impl Lock {
                 format!("{} {} now, locked {}", kernel.package, kernel.version, locked.version);
             return drift("the kernel", detail);
         }
-        for (manager, packages) in &now.packages {
-            let Some(locked) = self.packages.get(manager) else { continue };
-            for (name, version) in packages {
-                if locked.get(name) != Some(version) {
-                    let was = locked.get(name).map_or("not there", String::as_str);
-                    return drift("packages", format!("{name} {version} now, locked {was}"));
-                }
-            }
+        self.verify_packages(&now.packages, path)
+    }
+
+    /// Refuses any difference to the packages there are now, by manager and name. A lock that knows
+    /// of none was written before anything was built, and a build that knows of none has not got
+    /// there: either allows everything.
+    ///
+    /// # Errors
+    /// Names the first differences, at most three.
+    pub fn verify_packages(&self, now: &Packages, path: &Path) -> Result<(), RecipeError> {
+        if self.packages.is_empty() || now.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        fn flat(all: &Packages) -> BTreeMap<(&str, &str), &str> {
+            all.iter()
+                .flat_map(|(manager, packages)| {
+                    packages.iter().map(move |(name, version)| {
+                        ((manager.as_str(), name.as_str()), version.as_str())
+                    })
+                })
+                .collect()
+        }
+        let (locked, now) = (flat(&self.packages), flat(now));
+        let every: BTreeSet<_> = locked.keys().chain(now.keys()).copied().collect();
+        let moved: Vec<String> = every
+            .into_iter()
+            .filter(|key| locked.get(key) != now.get(key))
+            .map(|key| {
+                let of =
+                    |all: &BTreeMap<_, &str>| all.get(&key).map_or("none", |text| *text).to_owned();
+                format!("{} {} {} now, locked {}", key.0, key.1, of(&now), of(&locked))
+            })
+            .collect();
+        if moved.is_empty() {
+            return Ok(());
+        }
+        let more = match moved.len() {
+            0..=3 => String::new(),
+            count => format!("; and {} more", count - 3),
+        };
+        let detail = moved[..moved.len().min(3)].join("; ") + &more;
+        Err(RecipeError::LockDrift { path: path.to_owned(), what: "packages", detail })
     }
 
     /// Bases whose names stand for something else today.

@@ -12,8 +12,9 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
 
-use parbake_tests::Failed;
+use parbake_tests::{Failed, quantile};
 
 type Figures = BTreeMap<String, f64>;
 
@@ -42,6 +43,8 @@ fn main() -> ExitCode {
     eprintln!("bench: image to ext4");
     take("rootfs", run(Command::new(bin.join("rootfs-bench")).arg(large)));
     take("rootfs cases", run(Command::new(bin.join("rootfs-cases")).arg(large)));
+    eprintln!("bench: a Dockerfile of twenty steps");
+    take("steps", steps(bin, small));
     eprintln!("bench: a Debian guest");
     take("guest", guest(bin, small));
     for (name, value) in &figures {
@@ -65,6 +68,37 @@ fn run(command: &mut Command) -> Result<Figures, Failed> {
     let start = text.find('{').ok_or("no figures")?;
     let values: BTreeMap<String, serde_json::Value> = serde_json::from_str(&text[start..])?;
     Ok(values.into_iter().filter_map(|(name, value)| Some((name, value.as_f64()?))).collect())
+}
+
+/// A build of twenty steps on a real base: the first time, and with everything in the cache.
+fn steps(bin: &Path, image: &Path) -> Result<Figures, Failed> {
+    let scratch = tempfile::Builder::new().prefix("parbake-bench.").tempdir()?;
+    let context = scratch.path().join("context");
+    std::fs::create_dir(&context)?;
+    let mut text = format!("FROM oci:{}\n", image.canonicalize()?.display());
+    for number in 0..10 {
+        std::fs::write(context.join(format!("f{number}")), format!("{number}\n"))?;
+        text.push_str(&format!("COPY f{number} /srv/\nRUN cat /srv/f{number} >/srv/n{number}\n"));
+    }
+    std::fs::write(context.join("Dockerfile"), text)?;
+    let build = || -> Result<f64, Failed> {
+        let begun = Instant::now();
+        let mut command = Command::new(bin.join("parbake"));
+        command.env("PARBAKE_STORE", scratch.path().join("store"));
+        command.args(["-q", "build", "-t", "bench:1"]).arg(&context).stdout(Stdio::null());
+        if !command.status()?.success() {
+            return Err("the build failed".into());
+        }
+        Ok(begun.elapsed().as_secs_f64() * 1000.0)
+    };
+    let first = build()?;
+    let mut again = (0..15).map(|_| build()).collect::<Result<Vec<_>, _>>()?;
+    let cached = quantile(&mut again, 0.5);
+    Ok(Figures::from([
+        ("build.twenty_steps_ms".to_owned(), first),
+        ("build.twenty_steps_cached_ms.p50".to_owned(), cached),
+        ("build.twenty_steps_over_cached".to_owned(), first / cached),
+    ]))
 }
 
 fn guest(bin: &Path, image: &Path) -> Result<Figures, Failed> {

@@ -16,6 +16,7 @@ use parbake_builder::source::{self, Built, Engine, Source, SourceRequest};
 use parbake_cache::template::{BakeInstructions, MachineShape};
 use parbake_cache::{Digest, Store, TemplateName};
 use parbake_node::network::Egress;
+use parbake_recipes::lock::Lock;
 use serde_json::json;
 
 use super::builder::{BuilderArgs, Choice};
@@ -24,7 +25,7 @@ use super::guest::Place;
 use super::progress::bytes;
 use super::source::{SourceArgs, source_error};
 use super::steps::StepView;
-use super::{Context, bake, guest, interrupt, kernel, output, recipe, steps};
+use super::{Context, bake, guest, interrupt, kernel, output, recipe, steps, trust};
 
 /// Turn a Dockerfile, a recipe or an image into a template, or into a root filesystem alone
 ///
@@ -70,6 +71,10 @@ pub struct Args {
     /// Refuse whatever is not as parbake.lock says
     #[arg(long)]
     locked: bool,
+    /// Write parbake.lock: bases, context and kernel as they are, and the packages that were
+    /// installed
+    #[arg(long, conflicts_with_all = ["from", "locked"])]
+    lock: bool,
     /// Fail on files that look like credentials, instead of warning
     #[arg(long)]
     strict: bool,
@@ -167,16 +172,44 @@ struct Material {
     labels: BTreeMap<String, String>,
     bake: Option<BakeInstructions>,
     egress: Vec<String>,
+    /// What is held against a lock file, or written into one.
+    lock: Option<LockWork>,
     /// Steps done and steps found in the cache, where there were steps.
     steps: Option<(usize, usize)>,
     /// Holds the image while it is read.
     _scratch: Option<(tempfile::TempDir, execute::Claim)>,
 }
 
+/// What is left to do with a lock file once the packages are known.
+enum LockWork {
+    Check(Box<Source>),
+    Write(PathBuf, Box<Lock>),
+}
+
+impl LockWork {
+    fn finish(&mut self, context: &Context, rootfs: &Path) -> CliResult {
+        let packages = trust::inventory_of(context, rootfs)?.versions();
+        match self {
+            Self::Check(source) => source.check_packages(&packages).map_err(source_error),
+            Self::Write(path, lock) => {
+                lock.packages = packages;
+                recipe::write_lock(path, lock)
+            }
+        }
+    }
+}
+
+fn directory_of(file: &Path) -> &Path {
+    match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
 /// Builds.
 pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let cancel = interrupt::watch();
-    let material = match &args.from {
+    let mut material = match &args.from {
         Some(from) => from_image(args, from)?,
         None => from_source(context, args, &cancel)?,
     };
@@ -187,12 +220,22 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let mut step = context.progress.step(format!("build {what}"));
     if let Some(out) = &args.output {
         let free = material.free_bytes;
-        let report =
-            assemble::build_rootfs(image, out, free, &cancel, |text| step.update(text), warn)
-                .map_err(build_error)?;
-        if let Err(error) = execute::search_file("the root filesystem", out, &secrets) {
-            let _ = std::fs::remove_file(out);
-            return Err(steps::execute_error(error));
+        let mut update = |text: &str| step.update(text);
+        // Only what has passed its checks takes the place of what was there.
+        let work = (!secrets.is_empty() || material.lock.is_some())
+            .then(|| tempfile::Builder::new().prefix(".parbake-").tempdir_in(directory_of(out)))
+            .transpose()
+            .kind(Kind::User)?;
+        let file = work.as_ref().map_or(out.clone(), |work| work.path().join("rootfs.ext4"));
+        let report = assemble::build_rootfs(image, &file, free, &cancel, &mut update, warn)
+            .map_err(build_error)?;
+        execute::search_file("the root filesystem", &file, &secrets)
+            .map_err(steps::execute_error)?;
+        if let Some(lock) = material.lock.as_mut().filter(|_| args.tag.is_empty()) {
+            lock.finish(context, &file)?;
+        }
+        if work.is_some() {
+            std::fs::rename(&file, out).kind(Kind::User)?;
         }
         step.done(format!("{} in {}", bytes(report.filesystem.size), out.display()));
         if args.tag.is_empty() {
@@ -208,10 +251,11 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
         step = context.progress.step("template");
     }
     let store = context.store()?;
+    // A template that cannot be baked, or is not as locked, does not take the name of one that is.
+    let named_later = args.bake || material.lock.is_some();
     let options = AssembleOptions {
         reference: material.reference.clone(),
-        // A template that cannot be baked does not take the name of one that can.
-        names: if args.bake { Vec::new() } else { args.tag.clone() },
+        names: if named_later { Vec::new() } else { args.tag.clone() },
         machine: material.machine,
         free_bytes: material.free_bytes,
         kernel: material.kernel.clone(),
@@ -227,14 +271,15 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
         .map_err(assemble_error)?;
     let reused = if built.reused { ", as before" } else { "" };
     step.done(format!("{} of disk{reused}", bytes(built.manifest.rootfs.size)));
-    if !args.bake {
-        report(context, args, &material, &built)?;
-        return Ok(0);
-    }
     let _lease = store.lease(&[built.digest]).map_err(guest::store_error)?;
+    if let Some(mut lock) = material.lock.take() {
+        let rootfs = store.path(&built.manifest.rootfs.digest).map_err(guest::store_error)?;
+        lock.finish(context, &rootfs)?;
+    }
     report(context, args, &material, &built)?;
-    let code = bake_now(context, &store, built.digest, &options.secrets)?;
-    if code == 0 {
+    let code =
+        if args.bake { bake_now(context, &store, built.digest, &options.secrets)? } else { 0 };
+    if named_later && code == 0 {
         for name in &args.tag {
             store.tag(name, &built.digest).map_err(guest::store_error)?;
         }
@@ -298,6 +343,7 @@ fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
         labels: args.source.labels(),
         bake,
         egress: Vec::new(),
+        lock: None,
         steps: None,
         _scratch: None,
     })
@@ -337,6 +383,7 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         directory: directory.clone(),
         contexts: args.source.directories(),
         output: layout.clone(),
+        partial: true,
         secrets: secrets(args),
         ssh: args.ssh.iter().cloned().collect(),
         network: match args.network {
@@ -369,14 +416,25 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
     for text in unkept(&bake) {
         context.progress.note(&format!("warning: {text}"));
     }
-    let from = ImageSource::OciLayout { path: layout, reference: None };
-    let image =
-        image::open(&from, &args.source.image_options(), &mut |_| {}).map_err(image_error)?;
+    let elsewhere = made.elsewhere.clone();
+    let image = image::open_partial_layout(&layout, elsewhere, &args.source.image_options())
+        .map_err(image_error)?;
     let first = bake.machines.first().cloned().unwrap_or_default();
     let machine = source::shape(&first);
     let mut labels = bake.labels.clone();
     labels.extend(args.source.labels());
     labels.extend(source.origin());
+    let kernel = kernel_choice(args, &bake, &load.context)?;
+    let lock = if args.lock {
+        let Some((path, mut lock)) = source.lock_now().map_err(source_error)? else {
+            return Err(CliError::new(Kind::Usage, "what another engine builds cannot be locked")
+                .hint("build with --builder sandbox, or without --lock"));
+        };
+        lock.kernel = Some(recipe::locked_kernel(&store, &kernel, false)?);
+        Some(LockWork::Write(path, Box::new(lock)))
+    } else {
+        args.locked.then(|| LockWork::Check(Box::new(source)))
+    };
     Ok(Material {
         image,
         reference,
@@ -385,11 +443,12 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
             memory_mib: args.memory.unwrap_or(machine.memory_mib),
         },
         free_bytes: args.free.unwrap_or(u64::from(bake.disk.free_mib)) << 20,
-        kernel: kernel_choice(args, &bake, &load.context)?,
-        kernel_words: bake.kernel.cmdline.clone(),
+        kernel,
+        kernel_words: bake.kernel.cmdline,
         labels,
         bake: instructions,
         egress,
+        lock,
         steps: Some((made.executed, made.cached)),
         _scratch: Some((scratch, claim)),
     })

@@ -1,6 +1,6 @@
 //! `parbake recipe`: writing, checking and locking recipes and Dockerfiles.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use parbake_builder::execute::SourceImages;
 use parbake_builder::kernel::{self as kernels, KernelChoice};
@@ -37,7 +37,7 @@ enum Verb {
         #[arg(long)]
         resolved: bool,
     },
-    /// Write parbake.lock: what bases, context and kernel are today
+    /// Write parbake.lock: what bases, context and kernel are today (`build --lock` adds packages)
     Lock(SourceArgs),
     /// Tell what is no longer as parbake.lock says
     Outdated(SourceArgs),
@@ -164,18 +164,23 @@ fn lock(context: &Context, args: &SourceArgs) -> CliResult {
     step.update(choice.to_string());
     lock.kernel = Some(locked_kernel(&context.store()?, &choice, false)?);
     drop(step);
-    // Whoever is interrupted keeps the old file.
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    let file = tempfile::NamedTempFile::new_in(directory.unwrap_or(std::path::Path::new(".")))
-        .kind(Kind::User)?;
-    std::fs::write(file.path(), lock.to_text()).kind(Kind::User)?;
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
-    std::fs::set_permissions(file.path(), mode).kind(Kind::User)?;
-    file.persist(&path).kind(Kind::User)?;
+    write_lock(&path, &lock)?;
     if context.json() {
         return output::json(&lock);
     }
     output::line(&path.display().to_string())
+}
+
+/// Replaces a lock file; whoever is interrupted keeps the old one.
+pub fn write_lock(path: &Path, lock: &Lock) -> CliResult {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let file =
+        tempfile::NamedTempFile::new_in(directory.unwrap_or(Path::new("."))).kind(Kind::User)?;
+    std::fs::write(file.path(), lock.to_text()).kind(Kind::User)?;
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
+    std::fs::set_permissions(file.path(), mode).kind(Kind::User)?;
+    file.persist(path).kind(Kind::User)?;
+    Ok(())
 }
 
 /// The kernel by content, as a lock file has it.

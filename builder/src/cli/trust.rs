@@ -1,7 +1,7 @@
 //! Signatures, documents and policies: what `push`, `pull`, `export`, `import` and `verify
 //! --signature` have in common.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parbake_builder::sbom::{Format, Inventory};
@@ -86,9 +86,14 @@ impl StatementArgs {
 
 /// What software is in a template, with a note about what was not read.
 pub fn inventory(context: &Context, store: &Store, template: &Template) -> CliResult<Inventory> {
-    let user = |error: &dyn std::fmt::Display| CliError::new(Kind::User, error.to_string());
     let image = store.path(&template.manifest.rootfs.digest).map_err(guest::store_error)?;
-    let root = RootFs::open(&image).map_err(|error| user(&error))?;
+    inventory_of(context, &image)
+}
+
+/// What package managers have written down in a root filesystem.
+pub fn inventory_of(context: &Context, image: &Path) -> CliResult<Inventory> {
+    let user = |error: &dyn std::fmt::Display| CliError::new(Kind::User, error.to_string());
+    let root = RootFs::open(image).map_err(|error| user(&error))?;
     let step = context.progress.step("look for packages");
     let inventory = Inventory::of(&root).map_err(|error| user(&error))?;
     step.done(format!("{} packages", inventory.packages.len()));

@@ -1,10 +1,11 @@
 //! What stages start from: an image's layers flattened into a directory, or a bootstrap.
 
 use std::fs::{self, File};
-use std::io::{self, BufReader, Read};
+use std::io::{self, BufReader};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
 use parbake_cache::Digest;
 use parbake_recipes::plan::{Bootstrap, ImageSource};
@@ -14,6 +15,7 @@ use super::cache::{BuildCache, StepRecord};
 use super::error::{Doing as _, ExecuteError};
 use super::layout::LayerBlob;
 use super::unpack::{Unpack, decompress, unpack};
+use crate::image::OpenBlob;
 
 /// An image's layers, as its source has them.
 pub struct BaseLayers {
@@ -22,9 +24,6 @@ pub struct BaseLayers {
     /// The image's history entries, for the result's.
     pub history: Vec<Value>,
 }
-
-/// Opens a blob anew.
-pub type OpenBlob = Box<dyn Fn() -> io::Result<Box<dyn Read + Send>>>;
 
 /// A layer of a base image.
 pub struct BaseLayer {
@@ -39,7 +38,7 @@ pub struct BaseLayer {
     /// Names beginning with `.wh.` remove; in a plain root filesystem they are names.
     pub whiteouts: bool,
     /// The blob, compressed as it is stored.
-    pub open: OpenBlob,
+    pub open: Arc<OpenBlob>,
 }
 
 /// Where layers of base images come from.

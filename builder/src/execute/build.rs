@@ -13,6 +13,7 @@ use super::error::{Doing as _, ExecuteError};
 use super::layout::{self, Document, LayerBlob};
 use super::step::{StepContext, Trees};
 use super::{BuiltImage, Event, ExecuteOptions, Executor, LAYER_TYPE, secrets};
+use crate::image::BlobsElsewhere;
 
 /// A stage's files and history so far.
 #[derive(Debug, Clone, Default)]
@@ -188,10 +189,11 @@ pub fn build(
             layout::add_file(&options.output, &layer.digest, file)?;
         }
     }
-    copy_base_blobs(plan, stage, &state, options, bases)?;
+    let elsewhere = add_base_blobs(plan, stage, &state, options, bases)?;
     let manifest = layout::finish(&options.output, &document, options.tag.as_deref())?;
     Ok(BuiltImage {
         oci_layout: options.output.clone(),
+        elsewhere,
         manifest,
         config: stage.config.clone(),
         executed,
@@ -234,31 +236,36 @@ fn start(
     }
 }
 
-/// Layers that were not made here go into the result as they are in the base.
-fn copy_base_blobs(
+/// Layers that were not made here go into the result as they are in the base, or stay there.
+fn add_base_blobs(
     plan: &BuildPlan,
     stage: &Stage,
     state: &State,
     options: &ExecuteOptions,
     bases: &mut dyn Bases,
-) -> Result<(), ExecuteError> {
+) -> Result<BlobsElsewhere, ExecuteError> {
+    let mut elsewhere = BlobsElsewhere::default();
     let mut root = stage;
     while let Base::Stage { stage } = &root.base {
         root = &plan.stages[*stage];
     }
-    let Base::Image(source) = &root.base else { return Ok(()) };
+    let Base::Image(source) = &root.base else { return Ok(elsewhere) };
     let failed = |reason| ExecuteError::Base {
         at: root.at.clone(),
         reference: source.reference.clone(),
         reason,
     };
     let image = bases.layers(source).map_err(failed)?;
-    for layer in &image.layers {
+    for layer in image.layers {
         if state.files.contains_key(&layer.digest) {
+            continue;
+        }
+        if options.partial {
+            elsewhere.0.insert(layer.digest, layer.open);
             continue;
         }
         let blob = (layer.open)().doing(|| format!("opening layer {}", layer.digest))?;
         layout::add_stream(&options.output, &layer.digest, blob)?;
     }
-    Ok(())
+    Ok(elsewhere)
 }

@@ -10,6 +10,7 @@ use parbake_recipes::plan::Platform;
 
 use super::error::{Doing as _, ExecuteError};
 use super::{BuiltImage, Event, SourceImages, Stream};
+use crate::image::BlobsElsewhere;
 
 /// The engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,6 +125,7 @@ pub fn build_external(
     })?;
     Ok(BuiltImage {
         oci_layout: options.output.clone(),
+        elsewhere: BlobsElsewhere::default(),
         manifest,
         config: image.config,
         executed: 0,

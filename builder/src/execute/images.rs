@@ -190,14 +190,13 @@ impl Bases for SourceImages {
                 None => "+gzip",
             };
             history.push(json!({"created_by": layer.created_by().unwrap_or("base image")}));
-            let image = Rc::clone(&opened.image);
             layers.push(BaseLayer {
                 media_type: format!("application/vnd.oci.image.layer.v1.tar{suffix}"),
                 digest: known.digest.clone(),
                 size: known.size,
                 diff_id: known.diff_id.clone(),
                 whiteouts: layer.has_whiteouts(),
-                open: Box::new(move || image.layers()[index].open()),
+                open: layer.opener(),
             });
         }
         Ok(BaseLayers { layers, history })

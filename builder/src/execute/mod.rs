@@ -36,7 +36,9 @@ use parbake_cache::Digest;
 use parbake_recipes::Location;
 use parbake_recipes::plan::ImageConfig;
 
-pub use base::{BaseLayer, BaseLayers, Bases, NoImages, OpenBlob};
+use crate::image::BlobsElsewhere;
+
+pub use base::{BaseLayer, BaseLayers, Bases, NoImages};
 pub use build::build;
 pub use cache::{Claim, claim};
 pub use error::ExecuteError;
@@ -64,6 +66,9 @@ pub struct ExecuteOptions {
     pub contexts: BTreeMap<String, PathBuf>,
     /// Where the result goes: an OCI layout, made anew.
     pub output: PathBuf,
+    /// Leaves layers of base images where they are: the layout then lacks what
+    /// [`BuiltImage::elsewhere`] names, and nothing is copied, or fetched, that is not needed.
+    pub partial: bool,
     /// Name of the image in the layout.
     pub tag: Option<String>,
     /// Secrets by id.
@@ -170,6 +175,8 @@ pub enum Stream {
 pub struct BuiltImage {
     /// The image, as a layout any tool reads.
     pub oci_layout: PathBuf,
+    /// The blobs it does not hold; none unless [`ExecuteOptions::partial`] was asked for.
+    pub elsewhere: BlobsElsewhere,
     /// Its manifest.
     pub manifest: Digest,
     /// Its configuration.

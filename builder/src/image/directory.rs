@@ -8,6 +8,7 @@ use std::io::{self, Read};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{XattrFlags, lgetxattr, llistxattr};
 
@@ -26,7 +27,7 @@ pub(super) fn open(path: &Path, source: &ImageSource) -> Result<Image, ImageErro
         return Err(ImageError::Archive { path: path.display().to_string(), problem });
     }
     let open = move || Ok(Box::new(DirectoryTar::new(&root)?) as Box<dyn Read + Send>);
-    Ok(Image::of_one_layer(source, Box::new(open), OWN_ALGORITHM))
+    Ok(Image::of_one_layer(source, Arc::new(open), OWN_ALGORITHM))
 }
 
 /// The tar stream of a directory. Sockets are left out (they are made by whoever listens), and so

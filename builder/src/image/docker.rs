@@ -73,7 +73,7 @@ pub(super) fn open(
             whiteouts: true,
             open: {
                 let archive = Arc::clone(&archive);
-                Box::new(move || {
+                Arc::new(move || {
                     let member = archive.member(name.as_bytes())?;
                     Ok(Box::new(member) as Box<dyn Read + Send>)
                 })
@@ -177,7 +177,7 @@ pub(super) fn open_tar(path: &std::path::Path, source: &ImageSource) -> Result<I
     }
     let path = path.to_owned();
     let open = move || Ok(Box::new(std::fs::File::open(&path)?) as Box<dyn Read + Send>);
-    Ok(Image::of_one_layer(source, Box::new(open), OWN_ALGORITHM))
+    Ok(Image::of_one_layer(source, Arc::new(open), OWN_ALGORITHM))
 }
 
 #[cfg(test)]

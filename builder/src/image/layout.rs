@@ -12,13 +12,19 @@ use super::archive::Archive;
 use super::error::ImageError;
 use super::manifest::{DOCUMENT_MAX, Descriptor, Document, DocumentKind};
 use super::select::{BlobPointer, Blobs, Place, Selector, image};
-use super::{Image, ImageOptions, ImageSource};
+use super::{BlobsElsewhere, Image, ImageOptions, ImageSource};
 
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
 const CONTAINERD_NAME: &str = "io.containerd.image.name";
 
-/// The files of a layout, wherever they are.
-pub(super) enum LayoutFiles {
+/// The files of a layout, and blobs that it names and does not hold.
+pub(super) struct LayoutFiles {
+    place: LayoutPlace,
+    elsewhere: BlobsElsewhere,
+}
+
+/// Where a layout is.
+enum LayoutPlace {
     /// In a directory.
     Directory { path: PathBuf, handle: File },
     /// In a tar file.
@@ -35,20 +41,30 @@ impl LayoutFiles {
                 problem: "not a directory (for a tar file use oci-archive:)".to_owned(),
             });
         }
-        Ok(Self::Directory { path: path.to_owned(), handle })
+        let place = LayoutPlace::Directory { path: path.to_owned(), handle };
+        Ok(Self { place, elsewhere: BlobsElsewhere::default() })
+    }
+
+    pub fn archive(archive: Archive) -> Self {
+        Self { place: LayoutPlace::Archive(archive), elsewhere: BlobsElsewhere::default() }
+    }
+
+    /// The layout, where these blobs need not be in it.
+    pub fn with(self, elsewhere: BlobsElsewhere) -> Self {
+        Self { elsewhere, ..self }
     }
 
     fn shown(&self) -> String {
-        match self {
-            Self::Directory { path, .. } => path.display().to_string(),
-            Self::Archive(archive) => archive.shown().to_owned(),
+        match &self.place {
+            LayoutPlace::Directory { path, .. } => path.display().to_string(),
+            LayoutPlace::Archive(archive) => archive.shown().to_owned(),
         }
     }
 
     /// Opens a file by its name in the layout; gives its size too.
     fn open(&self, name: &str) -> io::Result<(Box<dyn Read + Send>, u64)> {
-        match self {
-            Self::Directory { handle, .. } => {
+        match &self.place {
+            LayoutPlace::Directory { handle, .. } => {
                 let file = open_beneath(handle, name)?;
                 let metadata = file.metadata()?;
                 if !metadata.is_file() {
@@ -56,7 +72,7 @@ impl LayoutFiles {
                 }
                 Ok((Box::new(file), metadata.len()))
             }
-            Self::Archive(archive) => {
+            LayoutPlace::Archive(archive) => {
                 let member = archive.member(name.as_bytes())?;
                 let size = member.size();
                 Ok((Box::new(member), size))
@@ -93,7 +109,10 @@ fn open_beneath(directory: &File, name: &str) -> io::Result<File> {
 
 impl Blobs for LayoutFiles {
     fn open(&self, blob: &BlobPointer) -> io::Result<Box<dyn Read + Send>> {
-        self.open(&blob_name(blob)).map(|(file, _)| file)
+        match self.elsewhere.0.get(&blob.digest.to_string()) {
+            Some(open) => open(),
+            None => self.open(&blob_name(blob)).map(|(file, _)| file),
+        }
     }
 
     fn document(&self, blob: &BlobPointer, _: Place) -> io::Result<Vec<u8>> {
@@ -101,6 +120,9 @@ impl Blobs for LayoutFiles {
     }
 
     fn size(&self, blob: &BlobPointer) -> Option<io::Result<u64>> {
+        if self.elsewhere.0.contains_key(&blob.digest.to_string()) {
+            return None;
+        }
         Some(self.open(&blob_name(blob)).map(|(_, size)| size))
     }
 }

@@ -16,8 +16,9 @@ pub mod reference;
 mod registry;
 mod select;
 
+use std::collections::BTreeMap;
 use std::io::{self, Read};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parbake_cache::Digest;
@@ -89,7 +90,18 @@ pub struct Image {
     layers: Vec<Layer>,
 }
 
-type OpenBlob = dyn Fn() -> io::Result<Box<dyn Read + Send>> + Send + Sync;
+/// Opens a blob anew, as it is stored.
+pub type OpenBlob = dyn Fn() -> io::Result<Box<dyn Read + Send>> + Send + Sync;
+
+/// Blobs by digest that are kept somewhere else than the image that names them.
+#[derive(Clone, Default)]
+pub struct BlobsElsewhere(pub BTreeMap<String, Arc<OpenBlob>>);
+
+impl std::fmt::Debug for BlobsElsewhere {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
+}
 
 /// A layer of an image.
 pub struct Layer {
@@ -100,7 +112,7 @@ pub struct Layer {
     declared: Option<Compression>,
     created_by: Option<String>,
     whiteouts: bool,
-    open: Box<OpenBlob>,
+    open: Arc<OpenBlob>,
 }
 
 impl Layer {
@@ -143,6 +155,11 @@ impl Layer {
         self.whiteouts
     }
 
+    /// What opens the blob, for whoever outlives the image.
+    pub(crate) fn opener(&self) -> Arc<OpenBlob> {
+        Arc::clone(&self.open)
+    }
+
     /// Opens the blob.
     pub(crate) fn open(&self) -> io::Result<Box<dyn Read + Send>> {
         (self.open)()
@@ -160,7 +177,7 @@ impl std::fmt::Debug for Layer {
 }
 
 impl Image {
-    fn of_one_layer(source: &ImageSource, open: Box<OpenBlob>, diff_algorithm: Algorithm) -> Self {
+    fn of_one_layer(source: &ImageSource, open: Arc<OpenBlob>, diff_algorithm: Algorithm) -> Self {
         let layer = Layer {
             digest: None,
             size: None,
@@ -191,7 +208,7 @@ impl Image {
             declared: None,
             created_by: None,
             whiteouts: true,
-            open: Box::new(move || Ok(Box::new(io::Cursor::new(Arc::clone(&bytes))))),
+            open: Arc::new(move || Ok(Box::new(io::Cursor::new(Arc::clone(&bytes))))),
         });
         Self {
             source: source.clone(),
@@ -227,6 +244,20 @@ impl Image {
     }
 }
 
+/// Opens the only image of the layout in `path`, some of whose layers are `elsewhere`.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_partial_layout(
+    path: &Path,
+    elsewhere: BlobsElsewhere,
+    options: &ImageOptions,
+) -> Result<Image, ImageError> {
+    let source = ImageSource::OciLayout { path: path.to_owned(), reference: None };
+    let files = layout::LayoutFiles::directory(path)?.with(elsewhere);
+    layout::open(files, &source, None, options)
+}
+
 /// Finds the image that `source` names.
 ///
 /// # Errors
@@ -243,7 +274,7 @@ pub fn open(
             layout::open(files, source, reference.as_deref(), options)
         }
         ImageSource::OciArchive { path, reference } => {
-            let files = layout::LayoutFiles::Archive(archive::Archive::open(path)?);
+            let files = layout::LayoutFiles::archive(archive::Archive::open(path)?);
             layout::open(files, source, reference.as_deref(), options)
         }
         ImageSource::DockerArchive { path, reference } => {

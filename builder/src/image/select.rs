@@ -335,7 +335,7 @@ pub(super) fn image(
             whiteouts: true,
             open: {
                 let blobs = Arc::clone(blobs);
-                Box::new(move || match &inline {
+                Arc::new(move || match &inline {
                     Some(data) => Ok(Box::new(std::io::Cursor::new(data.clone()))),
                     None => blobs.open(&blob),
                 })

@@ -12,10 +12,11 @@ mod cyclonedx;
 mod databases;
 mod spdx;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use parbake_cache::Digest;
 use parbake_cache::statements::Document;
+use parbake_recipes::lock::Packages;
 use serde_json::Value;
 
 use crate::contents::{ContentsError, RootFs};
@@ -67,6 +68,19 @@ pub struct Package {
     pub location: String,
 }
 
+impl Manager {
+    /// As lock files name it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Dpkg => "dpkg",
+            Self::Apk => "apk",
+            Self::Python => "python",
+            Self::Npm => "npm",
+        }
+    }
+}
+
 /// Everything that was found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Inventory {
@@ -87,6 +101,24 @@ impl Inventory {
     /// When it cannot be read. A database that makes no sense is named in `unread`.
     pub fn of(root: &RootFs) -> Result<Self, ContentsError> {
         databases::read(root)
+    }
+
+    /// The versions alone, as a lock file has them.
+    #[must_use]
+    pub fn versions(&self) -> Packages {
+        let mut found: BTreeMap<String, BTreeMap<String, BTreeSet<&str>>> = BTreeMap::new();
+        for package in &self.packages {
+            let packages = found.entry(package.manager.name().to_owned()).or_default();
+            packages.entry(package.name.clone()).or_default().insert(&package.version);
+        }
+        let join = |versions: BTreeSet<&str>| versions.into_iter().collect::<Vec<_>>().join(", ");
+        found
+            .into_iter()
+            .map(|(manager, packages)| {
+                let packages = packages.into_iter().map(|(name, all)| (name, join(all)));
+                (manager, packages.collect())
+            })
+            .collect()
     }
 }
 

@@ -5,8 +5,11 @@ mod differential;
 mod support;
 
 use std::fs;
+use std::io::Read as _;
+use std::path::Path;
 
 use super::ExecuteError;
+use crate::image::{BlobsElsewhere, ImageOptions, open_partial_layout};
 use support::{Case, events_text, skip_reason};
 
 macro_rules! needs_sandbox {
@@ -209,6 +212,40 @@ fn a_layout_can_be_a_base() {
         second.display()
     ));
     case.build().unwrap();
+}
+
+#[test]
+fn a_partial_result_names_the_base_s_layers_and_does_not_read_them() {
+    needs_sandbox!();
+    let mut case = Case::new();
+    case.dockerfile("FROM scratch\nADD rootfs.tar /\n");
+    case.build().unwrap();
+    let base = case.keep_output("base");
+    let from = format!("FROM oci:{}\nRUN echo x >/x\n", base.display());
+    case.dockerfile(&from);
+    let whole = case.build().unwrap();
+    case.options.partial = true;
+    let partial = case.build().unwrap();
+    assert_eq!((partial.executed, partial.cached), (0, 1));
+    assert_eq!(partial.manifest, whole.manifest);
+    let named: Vec<&String> = partial.elsewhere.0.keys().collect();
+    assert_eq!(named.len(), 1);
+    let blob = |layout: &Path| layout.join("blobs").join(named[0].replacen(':', "/", 1));
+    assert!(!blob(&partial.oci_layout).exists());
+    let options = ImageOptions::default();
+    let image = open_partial_layout(&partial.oci_layout, partial.elsewhere.clone(), &options);
+    let (image, mut bytes) = (image.unwrap(), Vec::new());
+    image.layers()[0].open().unwrap().read_to_end(&mut bytes).unwrap();
+    assert_eq!(&parbake_cache::Digest::of(&bytes).to_string(), named[0]);
+    // Without saying where they are, the layout is not whole.
+    let lacking = open_partial_layout(&partial.oci_layout, BlobsElsewhere::default(), &options);
+    assert!(lacking.is_err());
+    // A layer that says something else by now is noticed by who reads it, and only then.
+    fs::write(blob(&base), vec![0; bytes.len()]).unwrap();
+    assert_eq!(case.build().unwrap().manifest, whole.manifest);
+    case.options.partial = false;
+    let error = case.build().unwrap_err();
+    assert!(format!("{error:?}").contains(named[0]), "{error:?}");
 }
 
 /// Answers every request with the same bytes; counts them.
