@@ -188,7 +188,7 @@ impl BaseImages for SourceImages {
     }
 }
 
-fn config(image: &image::ImageConfig) -> plan::ImageConfig {
+pub(crate) fn config(image: &image::ImageConfig) -> plan::ImageConfig {
     let positive = |value: i64| u64::try_from(value).unwrap_or(0);
     plan::ImageConfig {
         user: image.user.clone(),
