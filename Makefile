@@ -5,7 +5,7 @@ BIN    := target/bin
 STATIC := CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUSTFLAGS="-C target-feature=+crt-static"
 IMAGES := target/images
 
-.PHONY: all build demo test bench lint unit e2e scale containment image setup-demo setup-test install clean-lab
+.PHONY: all build demo test bench lint unit e2e scale containment recipes image setup-demo setup-test install clean-lab
 
 all: build
 
@@ -54,6 +54,10 @@ containment: setup-test build image
 	cargo build --release --locked -p parbake-tests --bin containment
 	@install -m 755 target/release/containment $(BIN)/
 	timeout 1200 tests/containment $(BIN) $(IMAGES)/debian
+
+# The ready-made recipes, built, baked and used; installs a distribution for each (half an hour).
+recipes: setup-test build
+	tests/recipes $(BIN)/parbake
 
 test: setup-test lint build unit e2e
 

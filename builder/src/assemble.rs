@@ -39,6 +39,8 @@ pub struct AssembleOptions {
     pub labels: BTreeMap<String, String>,
     /// What a bake does.
     pub bake: Option<BakeInstructions>,
+    /// What sandboxes may reach where nobody says otherwise.
+    pub egress: Vec<String>,
     /// Secrets of the build, which must not be in the root filesystem.
     pub secrets: BTreeMap<String, Vec<u8>>,
     /// A directory that remembers which root filesystem the same layers gave before.
@@ -151,6 +153,7 @@ pub fn assemble(
         },
         labels,
         bake: options.bake.clone(),
+        egress: options.egress.clone(),
     };
     let digest = store.put_json(&manifest)?.digest;
     for name in &options.names {

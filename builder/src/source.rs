@@ -16,14 +16,14 @@ use parbake_recipes::dockerfile::NamedContext;
 use parbake_recipes::lock::{Lock, LockedKernel, Packages};
 use parbake_recipes::plan;
 use parbake_recipes::recipe::{self, BakeSpec, Check, Ready};
-use parbake_recipes::resolve::Locked;
+use parbake_recipes::resolve::{Locked, by_digest};
 use parbake_recipes::{LoadRequest, Loaded, RecipeError};
 
 use crate::execute::{
-    self, BaseLayers, Bases, BuiltImage, Event, ExecuteError, ExecuteOptions, ExternalOptions,
-    Sandbox, SourceImages, Tool,
+    self, BaseLayers, Bases, BuiltImage, Event, ExecuteError, ExecuteOptions, Executor,
+    ExternalOptions, SourceImages, Tool,
 };
-use crate::image::ImageOptions;
+use crate::image::{ImageConfig, ImageOptions};
 use crate::kernel::KernelChoice;
 
 /// The lock file's name, beside the recipe or Dockerfile.
@@ -32,9 +32,9 @@ pub const LOCK_FILE: &str = "parbake.lock";
 /// Who builds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Engine {
-    /// This program, steps in namespaces.
+    /// This program, steps by whichever executor is given.
     #[default]
-    Sandbox,
+    Own,
     /// An installed engine.
     External(Tool),
 }
@@ -179,13 +179,15 @@ impl Source {
         labels
     }
 
-    /// Builds the image. `options` need no context.
+    /// Builds the image. `options` need no context; `executor` runs the steps, unless an external
+    /// engine does.
     ///
     /// # Errors
     /// See [`SourceError`].
     pub fn build(
         &mut self,
         options: &ExecuteOptions,
+        executor: Option<&mut (dyn Executor + '_)>,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Built, SourceError> {
         let (image, bake, starts, reference) = match (&self.loaded, self.request.engine) {
@@ -197,17 +199,14 @@ impl Source {
                     ..options.clone()
                 };
                 let mut bases = Pinned { images: &mut self.images, by_digest: self.request.locked };
-                let image = execute::build(
-                    &loaded.plan,
-                    &options,
-                    &mut Sandbox::new(None)?,
-                    &mut bases,
-                    events,
-                )?;
+                let Some(executor) = executor else {
+                    return Err(SourceError::Unsupported("nobody runs the steps".to_owned()));
+                };
+                let image = execute::build(&loaded.plan, &options, executor, &mut bases, events)?;
                 let starts = starts_process(loaded);
                 (image, loaded.bake.clone(), starts, reference(loaded))
             }
-            (None, Engine::Sandbox) => {
+            (None, Engine::Own) => {
                 return Err(SourceError::Unsupported("nothing was loaded".to_owned()));
             }
         };
@@ -374,6 +373,17 @@ pub fn instructions(spec: &BakeSpec, start_process: bool) -> Option<BakeInstruct
     (!nothing).then_some(instructions)
 }
 
+/// What a bake of a finished image does: its health check is the ready check, and its process is
+/// started for it.
+#[must_use]
+pub fn instructions_of_image(config: &ImageConfig) -> Option<BakeInstructions> {
+    let config = execute::plan_config(config);
+    let ready = Ready::default().or_healthcheck(&config);
+    let has_process = config.entrypoint.iter().chain(&config.cmd).flatten().count() > 0;
+    let starts = has_process && !ready.checks.is_empty();
+    instructions(&BakeSpec { ready, ..BakeSpec::default() }, starts)
+}
+
 /// The machine's shape a recipe asks for.
 #[must_use]
 pub fn shape(machine: &recipe::Machine) -> MachineShape {
@@ -417,18 +427,10 @@ struct Pinned<'a> {
 
 impl Bases for Pinned<'_> {
     fn layers(&mut self, source: &plan::ImageSource) -> Result<BaseLayers, String> {
-        let local = ["oci:", "oci-archive:", "docker-archive:", "tar:", "dir:"];
-        let name = &source.reference;
-        if !self.by_digest
-            || name.contains('@')
-            || local.iter().any(|kind| name.starts_with(kind))
-            || source.digest.is_empty()
-        {
+        if !self.by_digest {
             return self.images.layers(source);
         }
-        let slash = name.rfind('/').map_or(0, |slash| slash + 1);
-        let bare = name[slash..].find(':').map_or(name.as_str(), |colon| &name[..slash + colon]);
-        let reference = format!("{bare}@{}", source.digest);
+        let reference = by_digest(&source.reference, &source.digest);
         self.images.layers(&plan::ImageSource { reference, ..source.clone() })
     }
 }
@@ -479,6 +481,28 @@ mod tests {
         assert_eq!(found.warmup, [WarmupStep::Exec(argv.to_vec())]);
         let text = serde_json::to_string(&found).unwrap();
         assert_eq!(serde_json::from_str::<BakeInstructions>(&text).unwrap(), found);
+    }
+
+    #[test]
+    fn a_finished_images_health_check_is_the_ready_check() {
+        use crate::image::manifest::Healthcheck;
+        assert_eq!(instructions_of_image(&ImageConfig::default()), None);
+        let check = |test: &[&str]| Healthcheck {
+            test: test.iter().map(ToString::to_string).collect(),
+            interval: 5_000_000_000,
+            ..Healthcheck::default()
+        };
+        let with = |test: &[&str]| ImageConfig {
+            cmd: Some(vec!["/srv".to_owned()]),
+            healthcheck: Some(check(test)),
+            ..ImageConfig::default()
+        };
+        let found = instructions_of_image(&with(&["CMD-SHELL", "curl localhost"])).unwrap();
+        assert!(found.start_process);
+        let argv = ["/bin/sh", "-c", "curl localhost"].map(str::to_owned);
+        assert_eq!(found.ready.checks, [GuestCheck::Exec(argv.to_vec())]);
+        assert_eq!(found.ready.interval_ms, 1000);
+        assert_eq!(instructions_of_image(&with(&["NONE"])), None);
     }
 
     #[test]

@@ -49,6 +49,10 @@ pub struct TemplateManifest {
     /// What a bake does between boot and freeze; absent: nothing, a booted guest is frozen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bake: Option<BakeInstructions>,
+    /// What its sandboxes may reach where nobody says otherwise: destinations as `--egress` takes
+    /// them; none: nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub egress: Vec<String>,
 }
 
 /// What a bake does between boot and freeze, in the order of the fields. The checks hold once

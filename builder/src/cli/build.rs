@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use parbake_builder::assemble::{self, AssembleError, AssembleOptions, Assembled};
-use parbake_builder::execute::{self, ExecuteOptions, NetworkAccess, Tool};
+use parbake_builder::execute::{self, Event, ExecuteOptions, NetworkAccess};
 use parbake_builder::flatten::FlattenError;
 use parbake_builder::flatten::build::BuildError;
 use parbake_builder::image::{self, Image, ImageError, ImageSource};
@@ -15,9 +15,11 @@ use parbake_builder::kernel::KernelChoice;
 use parbake_builder::source::{self, Built, Engine, Source, SourceRequest};
 use parbake_cache::template::{BakeInstructions, MachineShape};
 use parbake_cache::{Digest, Store, TemplateName};
+use parbake_node::network::Egress;
 use parbake_recipes::lock::Lock;
 use serde_json::json;
 
+use super::builder::{BuilderArgs, Choice};
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::Place;
 use super::progress::bytes;
@@ -36,9 +38,9 @@ pub struct Args {
     #[command(flatten)]
     source: SourceArgs,
     /// A finished image: oci:DIR[:TAG], oci-archive:FILE, docker-archive:FILE[:IMAGE:TAG],
-    /// docker://HOST/REPO[:TAG|@DIGEST], tar:FILE or dir:DIR
+    /// docker://HOST/REPO[:TAG|@DIGEST], template:NAME, tar:FILE, dir:DIR or ext4:FILE
     #[arg(long, value_name = "IMAGE", conflicts_with_all = ["context", "file", "target", "build_arg",
-        "build_context", "builder", "secret", "ssh", "no_cache", "network", "explain", "locked", "strict"])]
+        "build_context", "builder", "require_isolation", "egress", "build_cpus", "build_memory", "build_disk", "secret", "ssh", "no_cache", "network", "explain", "locked", "strict"])]
     from: Option<ImageSource>,
     /// Name for the template; may be given again
     #[arg(short, long, value_name = "NAME[:TAG]")]
@@ -49,9 +51,8 @@ pub struct Args {
     /// Bake at once; the template gets its name only if that succeeds
     #[arg(long, requires = "tag")]
     bake: bool,
-    /// Who runs the steps
-    #[arg(long, value_name = "BUILDER", default_value = "auto")]
-    builder: Builder,
+    #[command(flatten)]
+    builder: BuilderArgs,
     /// A secret for steps that mount it: id=ID,src=FILE or id=ID,env=NAME; may be given again
     #[arg(long, value_name = "SECRET", value_parser = secret)]
     secret: Vec<Secret>,
@@ -90,19 +91,6 @@ pub struct Args {
     /// the distribution's for cloud machines]
     #[arg(long, value_name = "KERNEL")]
     kernel: Option<KernelChoice>,
-}
-
-/// `--builder`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Builder {
-    /// What works here: the sandbox.
-    Auto,
-    /// This program, as root, steps in namespaces of this machine's kernel.
-    Sandbox,
-    /// An installed buildah.
-    Buildah,
-    /// An installed docker with buildx.
-    Buildx,
 }
 
 /// `--network`.
@@ -183,12 +171,13 @@ struct Material {
     kernel_words: Vec<String>,
     labels: BTreeMap<String, String>,
     bake: Option<BakeInstructions>,
+    egress: Vec<String>,
     /// What is held against a lock file, or written into one.
     lock: Option<LockWork>,
     /// Steps done and steps found in the cache, where there were steps.
     steps: Option<(usize, usize)>,
     /// Holds the image while it is read.
-    _scratch: Option<tempfile::TempDir>,
+    _scratch: Option<(tempfile::TempDir, execute::Claim)>,
 }
 
 /// What is left to do with a lock file once the packages are known.
@@ -221,7 +210,7 @@ fn directory_of(file: &Path) -> &Path {
 pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let cancel = interrupt::watch();
     let mut material = match &args.from {
-        Some(from) => from_image(args, from)?,
+        Some(from) => from_image(context, args, from)?,
         None => from_source(context, args, &cancel)?,
     };
     let image = &material.image;
@@ -273,6 +262,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
         kernel_words: material.kernel_words.clone(),
         labels: material.labels.clone(),
         bake: material.bake.clone(),
+        egress: material.egress.clone(),
         secrets,
         cache: args.from.is_none().then(|| build_directory(&store).join("rootfs")),
         cancel,
@@ -336,9 +326,10 @@ fn bake_now(
     Ok(0)
 }
 
-fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
+fn from_image(context: &Context, args: &Args, from: &ImageSource) -> CliResult<Material> {
     let image =
-        image::open(from, &args.source.image_options(), &mut |_| {}).map_err(image_error)?;
+        image::open(from, &args.source.image_options(context), &mut |_| {}).map_err(image_error)?;
+    let bake = source::instructions_of_image(image.config());
     Ok(Material {
         image,
         reference: from.portable(),
@@ -350,7 +341,8 @@ fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
         kernel: args.kernel.clone().unwrap_or_default(),
         kernel_words: Vec::new(),
         labels: args.source.labels(),
-        bake: None,
+        bake,
+        egress: Vec::new(),
         lock: None,
         steps: None,
         _scratch: None,
@@ -359,13 +351,13 @@ fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
 
 fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliResult<Material> {
     let load = args.source.load_request()?;
+    let choice = args.builder.choice(context)?;
     let request = SourceRequest {
         load: load.clone(),
-        images: args.source.image_options(),
-        engine: match args.builder {
-            Builder::Auto | Builder::Sandbox => Engine::Sandbox,
-            Builder::Buildah => Engine::External(Tool::Buildah),
-            Builder::Buildx => Engine::External(Tool::Buildx),
+        images: args.source.image_options(context),
+        engine: match choice {
+            Choice::External(tool) => Engine::External(tool),
+            _ => Engine::Own,
         },
         locked: args.locked,
     };
@@ -379,13 +371,16 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         source.check_kernel(locked).map_err(source_error)?;
     }
     let directory = build_directory(&store);
-    let scratch = directory.join("tmp");
-    let scratch = std::fs::create_dir_all(&scratch)
-        .and_then(|()| tempfile::Builder::new().prefix("image-").tempdir_in(&scratch))
+    let kernel = args.kernel.clone().unwrap_or_default();
+    let mut executor = args.builder.executor(context, choice, &directory, kernel)?;
+    let claim = execute::claim(&directory).map_err(steps::execute_error)?;
+    let scratch = tempfile::Builder::new()
+        .prefix("image-")
+        .tempdir_in(directory.join("tmp"))
         .kind(Kind::User)?;
     let layout = scratch.path().join("image");
     let options = ExecuteOptions {
-        directory,
+        directory: directory.clone(),
         contexts: args.source.directories(),
         output: layout.clone(),
         partial: true,
@@ -398,18 +393,31 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         no_cache: args.no_cache,
         source_date_epoch: source_date_epoch()?,
         strict: args.strict,
+        require_isolation: args.builder.requires_isolation(),
         interrupt: Some(Arc::clone(cancel)),
         ..ExecuteOptions::default()
     };
     let mut view = StepView::new(&context.progress, args.explain);
-    let built = source.build(&options, &mut |event| view.event(&event));
+    let mut announced = false;
+    let announce = choice == Choice::Sandbox { asked: false };
+    let built = source.build(&options, executor.as_deref_mut(), &mut |event| {
+        if announce && matches!(event, Event::StepReason { .. }) && !announced {
+            announced = true;
+            context.progress.note(
+                "steps share this machine's kernel (--builder sandbox); --builder microvm runs each \
+                 in a machine of its own",
+            );
+        }
+        view.event(&event);
+    });
     drop(view);
     let Built { image: made, bake, instructions, reference } = built.map_err(source_error)?;
+    let egress = egress(&bake)?;
     for text in unkept(&bake) {
         context.progress.note(&format!("warning: {text}"));
     }
     let elsewhere = made.elsewhere.clone();
-    let image = image::open_partial_layout(&layout, elsewhere, &args.source.image_options())
+    let image = image::open_partial_layout(&layout, elsewhere, &args.source.image_options(context))
         .map_err(image_error)?;
     let first = bake.machines.first().cloned().unwrap_or_default();
     let machine = source::shape(&first);
@@ -436,13 +444,26 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         },
         free_bytes: args.free.unwrap_or(u64::from(bake.disk.free_mib)) << 20,
         kernel,
-        kernel_words: bake.kernel.cmdline.clone(),
+        kernel_words: bake.kernel.cmdline,
         labels,
         bake: instructions,
+        egress,
         lock,
         steps: Some((made.executed, made.cached)),
-        _scratch: Some(scratch),
+        _scratch: Some((scratch, claim)),
     })
+}
+
+/// What a recipe lets its sandboxes reach, if that can be understood.
+fn egress(bake: &parbake_recipes::recipe::BakeSpec) -> CliResult<Vec<String>> {
+    let rules = &bake.network.egress.allow;
+    for rule in rules {
+        Egress::parse(rule).map_err(|error| {
+            CliError::new(Kind::User, error)
+                .hint("network.egress.allow takes HOST:PORT, *.HOST:PORT, ADDRESS/PREFIX:PORT or *")
+        })?;
+    }
+    Ok(rules.clone())
 }
 
 /// What a recipe may say and a template cannot keep yet.
@@ -452,11 +473,8 @@ fn unkept(bake: &parbake_recipes::recipe::BakeSpec) -> Vec<String> {
         texts
             .push("snapshot.enabled is false, but `parbake run` bakes what has no snapshot".into());
     }
-    if !bake.network.ports.is_empty() || !bake.network.egress.allow.is_empty() {
-        texts.push(
-            "the network policy is not kept in the template; sandboxes get what the node allows"
-                .into(),
-        );
+    if !bake.network.ports.is_empty() {
+        texts.push("network.ports are not kept in the template; nothing is forwarded".into());
     }
     texts
 }

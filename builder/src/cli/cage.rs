@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
+use parbake_cache::template::TemplateManifest;
 use parbake_node::event::{EventKind, SandboxEvent};
 use parbake_node::limits::{CgroupPolicy, Limits};
 use parbake_node::network::egress::Rule;
@@ -22,9 +23,9 @@ const MOST_SHOWN: usize = 20;
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct CageArgs {
     /// What may be reached: `none`, or allow=DEST[:PORT[-PORT]][/tcp|udp|icmp] with an IPv4
-    /// address, a network or a host name (also *.NAME), several with commas; cloud metadata and
-    /// this host only where they are named exactly
-    #[arg(long, value_name = "POLICY", default_value = "none", value_parser = Egress::parse)]
+    /// address, a network, a host name (also *.NAME) or *, several with commas; cloud metadata and
+    /// this host only where they are named exactly [default: what the template says, else none]
+    #[arg(long, value_name = "POLICY", value_parser = Egress::parse)]
     egress: Vec<Egress>,
     /// End the sandbox after this time, e.g. 15m
     #[arg(long, value_name = "TIME", value_parser = time)]
@@ -53,11 +54,26 @@ pub struct Watch {
 }
 
 impl CageArgs {
-    /// Puts the options into a sandbox's.
-    pub fn apply(&self, options: &mut SandboxOptions) -> CliResult<Watch> {
+    /// What was asked for; where nothing was, what the template says.
+    fn egress(&self, template: &TemplateManifest) -> CliResult<Egress> {
+        if self.egress.is_empty() && !template.egress.is_empty() {
+            return Egress::parse(&template.egress.join(",")).map_err(|error| {
+                CliError::new(Kind::Sandbox, format!("the template's network policy: {error}"))
+                    .hint("--egress says what this sandbox may reach instead")
+            });
+        }
         let rules: Vec<Rule> =
             self.egress.iter().flat_map(|egress| egress.rules.iter().cloned()).collect();
-        options.egress = Egress { rules };
+        Ok(Egress { rules })
+    }
+
+    /// Puts the options into a sandbox's.
+    pub fn apply(
+        &self,
+        template: &TemplateManifest,
+        options: &mut SandboxOptions,
+    ) -> CliResult<Watch> {
+        options.egress = self.egress(template)?;
         options.limits = Limits {
             memory_bytes: self.memory_limit,
             cpu_milli: self.cpu_limit,

@@ -1,7 +1,9 @@
 //! Where guests run, and sending a command there: what `bake` and `run` have in common.
 
+use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 
 use parbake_builder::template::{Template, TemplateError};
 use parbake_cache::{Store, StoreError};
@@ -106,27 +108,17 @@ pub fn command_in_lab(
     stdin: bool,
 ) -> CliResult<u8> {
     let lab = lab(context)?;
-    let internal = |error: std::io::Error| CliError::new(Kind::Internal, error);
-    // Programs are taken from the machine as it is now, not as it was when the lab started.
-    let program = lab.host_path(&std::env::current_exe().map_err(internal)?);
+    let (program, env) = program_in_lab(context, &lab)?;
     let mut argv = vec![program.as_os_str().as_bytes().to_vec()];
     argv.extend(words);
     let mut request = ExecRequest::new(argv);
-    request.cwd = std::env::current_dir().map_err(internal)?.as_os_str().as_bytes().to_vec();
+    let here = std::env::current_dir().map_err(|error| CliError::new(Kind::Internal, error))?;
+    request.cwd = here.as_os_str().as_bytes().to_vec();
     request.stdin = stdin;
     request.tty = tty.then(stdio::window_size);
-    // All of this process's environment, as --env NAME and the tools' own variables need it; the
-    // last entry of a name wins.
-    for (name, value) in std::env::vars_os() {
-        request.env.push([name.as_bytes(), b"=", value.as_bytes()].concat());
-    }
-    let mut set = |name: &str, value: &[u8]| {
-        request.env.push([name.as_bytes(), b"=", value].concat());
-    };
-    set(IN_LAB, b"1");
-    set("PARBAKE_STORE", context.store_root().as_os_str().as_bytes());
+    request.env = env;
     if !std::io::stderr().is_terminal() || tty {
-        set("PARBAKE_PROGRESS", b"plain");
+        request.env.push(b"PARBAKE_PROGRESS=plain".to_vec());
     }
     let client = lab.connect().map_err(|error| CliError::new(Kind::Host, error))?;
     match stdio::run(client, request, || {}) {
@@ -137,6 +129,21 @@ pub fn command_in_lab(
         Err(error) => Err(CliError::new(Kind::Host, error)
             .hint("`parbake lab status` tells whether the lab is still there")),
     }
+}
+
+/// This program as the lab finds it, and the environment it has there.
+pub fn program_in_lab(context: &Context, lab: &Lab) -> CliResult<(PathBuf, Vec<Vec<u8>>)> {
+    let program = std::env::current_exe().map_err(|error| CliError::new(Kind::Internal, error))?;
+    // All of this process's environment, as --env NAME and the tools' own variables need it; the
+    // last entry of a name wins.
+    let ours = std::env::vars_os().map(|(name, value)| [name, value]);
+    let more = [
+        [IN_LAB.into(), "1".into()],
+        ["PARBAKE_STORE".into(), context.store_root().into_os_string()],
+    ];
+    let entry = |[name, value]: [OsString; 2]| [name.as_bytes(), b"=", value.as_bytes()].concat();
+    // Programs are taken from the machine as it is now, not as it was when the lab started.
+    Ok((lab.host_path(&program), ours.chain(more).map(entry).collect()))
 }
 
 /// How often a template's times count: guests of the lab are emulated twice.

@@ -2,6 +2,7 @@
 
 mod bake;
 mod build;
+mod builder;
 mod cage;
 mod df;
 mod diff;
@@ -146,6 +147,8 @@ enum Verb {
     Completions(shell::CompletionsArgs),
     #[command(hide = true)]
     Man(shell::ManArgs),
+    #[command(hide = true)]
+    StepGuest(builder::StepGuestArgs),
 }
 
 /// What a verb works with.
@@ -248,6 +251,7 @@ fn run_verb(context: &Context, verb: &Verb) -> Result<u8, CliError> {
         Verb::Doctor(args) => doctor::run(context, args),
         Verb::Completions(args) => shell::completions(args).map(|()| 0),
         Verb::Man(args) => shell::man(args).map(|()| 0),
+        Verb::StepGuest(args) => builder::step_guest(args),
     }
 }
 

@@ -169,7 +169,7 @@ fn run_arriving(context: &Context, args: &Args, store: &Store) -> CliResult<u8> 
     let request = request(args, &arriving.template)?;
     let mut options = guest::sandbox_options(context)?;
     options.hostname.clone_from(&args.hostname);
-    let watch = args.cage.apply(&mut options)?;
+    let watch = args.cage.apply(&arriving.template.manifest, &mut options)?;
     args.workspace.apply(context, &mut options)?;
     let sandbox = match &arriving.snapshot {
         Some(snapshot) if !args.cold => {
@@ -220,7 +220,7 @@ fn run_installed(
     let begun = Instant::now();
     let mut options = guest::sandbox_options(context).map_err(sandbox_failure)?;
     options.hostname.clone_from(&args.hostname);
-    let watch = args.cage.apply(&mut options)?;
+    let watch = args.cage.apply(&template.manifest, &mut options)?;
     args.workspace.apply(context, &mut options)?;
     let (sandbox, how) = if args.cold {
         let files = template.boot_files(store).kind(Kind::Sandbox)?;
@@ -383,6 +383,15 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
         }
     } else {
         argv.extend(args.command.iter().map(|word| word.as_bytes().to_vec()));
+    }
+    let running = template.manifest.bake.as_ref().is_some_and(|bake| bake.start_process);
+    if running && !args.cold && args.command.is_empty() && args.entrypoint.is_none() {
+        return Err(CliError::new(
+            Kind::Sandbox,
+            format!("the process of {} runs in every sandbox of it already", template.label()),
+        )
+        .hint("name a command to run beside it: parbake run TEMPLATE -- COMMAND")
+        .hint("--cold boots a machine where it does not run yet, and runs it as the command"));
     }
     if argv.is_empty() {
         return Err(CliError::new(

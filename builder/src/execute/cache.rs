@@ -7,7 +7,9 @@
 //! downloads/<address>                      files of ADD https://…
 //! last/<place>.json                        inputs of the last run of a step, for --explain
 //! empty/                                   what `scratch` is
+//! disks/<name>.ext4                        bases as disks of build machines
 //! tmp/                                     work in progress; anything in it may be removed
+//! lock                                     held by every build, see [`claim`]
 //! ```
 //!
 //! An entry is made in `tmp` and renamed into place when it is complete, so a build that was
@@ -19,10 +21,55 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use parbake_cache::Digest;
+use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
 use super::error::{Doing as _, ExecuteError};
 use super::inputs::Inputs;
+
+/// A build's claim on its directory. While it lives, nobody sweeps.
+#[derive(Debug)]
+pub struct Claim {
+    _lock: fs::File,
+}
+
+/// Claims a build directory for one build of several at a time. If there is no other, what killed
+/// builds have left in `tmp` is removed first: mounts, then files.
+///
+/// # Errors
+/// When the directory cannot be written.
+pub fn claim(root: &Path) -> Result<Claim, ExecuteError> {
+    let path = root.join("lock");
+    let tmp = root.join("tmp");
+    let claimed = || -> io::Result<Claim> {
+        fs::create_dir_all(&tmp)?;
+        let lock = fs::File::create(&path)?;
+        if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            sweep(&tmp.canonicalize()?);
+        }
+        // From here on others may claim it, too.
+        rustix::fs::flock(&lock, FlockOperation::LockShared)?;
+        Ok(Claim { _lock: lock })
+    };
+    claimed().doing(|| format!("claiming {}", root.display()))
+}
+
+/// Empties a directory of what nobody uses. What cannot be removed stays.
+fn sweep(directory: &Path) {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    // The last ones lie on top.
+    for line in mounts.lines().rev() {
+        // Names with spaces are escaped there; nothing made here has one below its directory.
+        let target = Path::new(line.split(' ').nth(4).unwrap_or_default());
+        if target.starts_with(directory) && target != directory {
+            let _ = rustix::mount::unmount(target, rustix::mount::UnmountFlags::DETACH);
+        }
+    }
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let _ = fs::remove_dir_all(&path).or_else(|_| fs::remove_file(&path));
+    }
+}
 
 /// A build directory.
 #[derive(Debug, Clone)]
@@ -162,5 +209,36 @@ impl BuildCache {
             let _: io::Result<()> = fs::write(&path, bytes);
         }
         before.map(|before| inputs.difference(&before))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_dead_are_swept_and_the_living_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let left = |name: &str| {
+            fs::create_dir_all(root.join("tmp").join(name).join("sub")).unwrap();
+            fs::write(root.join("tmp").join(name).join("sub/file"), "x").unwrap();
+            root.join("tmp").join(name)
+        };
+        let dead = left("w1");
+        if rustix::process::geteuid().is_root() {
+            super::super::overlay::memory(&dead.join("memory")).map(std::mem::forget).unwrap();
+        }
+        let first = claim(root).unwrap();
+        assert!(!dead.exists());
+        let living = left("w2");
+        let second = claim(root).unwrap();
+        assert!(living.exists());
+        drop(first);
+        drop(claim(root).unwrap());
+        assert!(living.exists());
+        drop(second);
+        claim(root).unwrap();
+        assert!(!living.exists());
     }
 }

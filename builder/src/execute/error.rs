@@ -9,7 +9,7 @@ use parbake_recipes::Location;
 #[derive(Debug, thiserror::Error)]
 pub enum ExecuteError {
     /// A program of a `RUN` step did not exit with 0. Nothing of the step is kept.
-    #[error("{at}: {text}: exit code {code}{}", tail(last_output))]
+    #[error("{at}: {text}: exit code {code}{}{}", because(shortage.as_deref()), tail(last_output))]
     StepFailed {
         /// The instruction.
         at: Location,
@@ -17,6 +17,8 @@ pub enum ExecuteError {
         text: String,
         /// What it exited with; 128 and the signal's number when it was killed.
         code: i32,
+        /// What there was not enough of, and what to do, where that is known.
+        shortage: Option<String>,
         /// The end of what it said.
         last_output: String,
     },
@@ -88,6 +90,10 @@ pub enum ExecuteError {
     /// Someone asked to stop.
     #[error("interrupted")]
     Interrupted,
+}
+
+fn because(shortage: Option<&str>) -> String {
+    shortage.map(|shortage| format!("; {shortage}")).unwrap_or_default()
 }
 
 fn tail(output: &str) -> String {

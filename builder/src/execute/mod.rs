@@ -3,7 +3,8 @@
 //! A stage's files are a stack of directories in overlayfs' form. A step is looked up in the build
 //! directory by a key over everything it depends on; what is not there is done on an overlay of
 //! the stack, and what it changed becomes the next directory and a layer. `COPY` and `WORKDIR` are
-//! done by this program, `RUN` by an [`Executor`].
+//! done by this program, `RUN` by an [`Executor`]: in namespaces of this machine ([`Sandbox`]) or
+//! in a machine of its own ([`Microvm`]).
 
 mod base;
 mod build;
@@ -15,6 +16,7 @@ mod images;
 mod inputs;
 mod layer;
 mod layout;
+mod microvm;
 mod mounts;
 mod overlay;
 mod rootpath;
@@ -38,9 +40,14 @@ use crate::image::BlobsElsewhere;
 
 pub use base::{BaseLayer, BaseLayers, Bases, NoImages};
 pub use build::build;
+pub use cache::{Claim, claim};
 pub use error::ExecuteError;
 pub use external::{ExternalOptions, Tool, build_external};
 pub use images::SourceImages;
+pub(crate) use images::config as plan_config;
+pub use microvm::{
+    Ground, InLab, Microvm, MicrovmOptions, Preparation, StepGuest, run_guest, step_request,
+};
 pub(crate) use rootpath::Identity;
 pub use sandbox::Sandbox;
 pub use secrets::{Finding, SHORTEST as SHORTEST_SECRET, search_file};
@@ -191,8 +198,33 @@ pub enum PreparedMount {
         target: String,
         /// On this machine.
         path: PathBuf,
+        /// Writes fail; otherwise they are allowed and forgotten.
+        read_only: bool,
+    },
+    /// A directory that keeps what is written.
+    Cache {
+        /// In the stage.
+        target: String,
+        /// On this machine.
+        path: PathBuf,
         /// Writes fail.
         read_only: bool,
+    },
+    /// A file that lies in memory and must never lie on a disk.
+    Secret {
+        /// In the stage.
+        target: String,
+        /// On this machine.
+        path: PathBuf,
+        /// Writes fail.
+        read_only: bool,
+    },
+    /// A socket that someone listens at.
+    Socket {
+        /// In the stage.
+        target: String,
+        /// On this machine.
+        path: PathBuf,
     },
     /// Memory.
     Tmpfs {
@@ -201,6 +233,26 @@ pub enum PreparedMount {
         /// Limit in bytes.
         size: Option<u64>,
     },
+    /// `/etc/resolv.conf`, as it has to be where the step runs.
+    Resolver,
+}
+
+/// Where programs look for their name servers.
+pub(crate) const RESOLVER: &str = "/etc/resolv.conf";
+
+impl PreparedMount {
+    /// Where it appears in the stage.
+    #[must_use]
+    pub fn target(&self) -> &str {
+        match self {
+            Self::Bind { target, .. }
+            | Self::Cache { target, .. }
+            | Self::Secret { target, .. }
+            | Self::Socket { target, .. }
+            | Self::Tmpfs { target, .. } => target,
+            Self::Resolver => RESOLVER,
+        }
+    }
 }
 
 /// A `RUN` step, ready to be run.
@@ -214,12 +266,13 @@ pub struct Job<'a> {
     pub working_dir: &'a str,
     /// Who.
     pub(crate) identity: &'a Identity,
-    /// The stage's root directory, writable.
+    /// The stage's root directory, writable; there only for executors that run on this machine's
+    /// kernel.
     pub root: &'a Path,
-    /// The stack the root is made of, lowest first, without [`Job::upper`]: an executor that does
-    /// not run on this machine's kernel mounts it itself and fills `upper`.
+    /// The stack the root is made of, lowest first, without [`Job::upper`]: an isolated executor
+    /// mounts it itself and fills `upper`.
     pub lower: &'a [PathBuf],
-    /// What the step changes, in overlayfs' form.
+    /// What the step changes, in overlayfs' form: a directory like the stack's root, empty.
     pub upper: &'a Path,
     /// Besides the root.
     pub mounts: &'a [PreparedMount],
@@ -231,6 +284,15 @@ pub struct Job<'a> {
     pub interrupt: Option<&'a AtomicBool>,
 }
 
+/// How a step ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ended {
+    /// Its exit code; 128 and the signal's number for a killed one.
+    pub code: i32,
+    /// What there was not enough of, and what to do, where it failed and that is known.
+    pub shortage: Option<String>,
+}
+
 /// Who runs `RUN` steps.
 pub trait Executor {
     /// Its name on the command line.
@@ -239,9 +301,8 @@ pub trait Executor {
     /// Whether steps run behind a machine boundary.
     fn isolated(&self) -> bool;
 
-    /// Runs a program to its end and returns its exit code (128 and the signal's number for a
-    /// killed one). Called for one step at a time; everything in the job is ready and is taken
-    /// away afterwards.
+    /// Runs a program to its end. Called for one step at a time; everything in the job is ready
+    /// and is taken away afterwards.
     ///
     /// # Errors
     /// When the program could not be run at all, or someone asked to stop.
@@ -249,5 +310,5 @@ pub trait Executor {
         &mut self,
         job: &Job<'_>,
         output: &mut dyn FnMut(Stream, &[u8]),
-    ) -> Result<i32, ExecuteError>;
+    ) -> Result<Ended, ExecuteError>;
 }

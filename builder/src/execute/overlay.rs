@@ -39,6 +39,44 @@ impl Drop for Mounted {
     }
 }
 
+/// A stack with a directory on top that takes the changes. It can be taken away while somebody else
+/// fills that directory: a mounted overlay must not be changed from below.
+#[derive(Debug)]
+pub(crate) struct Writable<'a> {
+    lower: &'a [PathBuf],
+    upper: &'a Path,
+    work: PathBuf,
+    at: PathBuf,
+    mounted: Option<Mounted>,
+}
+
+impl<'a> Writable<'a> {
+    /// Mounts it in `scratch`.
+    pub fn mount(lower: &'a [PathBuf], upper: &'a Path, scratch: &Path) -> io::Result<Self> {
+        let (work, at) = (scratch.join("work"), scratch.join("merged"));
+        let mut writable = Self { lower, upper, work, at, mounted: None };
+        writable.mount_again()?;
+        Ok(writable)
+    }
+
+    /// Where it is, or was.
+    pub fn path(&self) -> &Path {
+        &self.at
+    }
+
+    /// Takes it away.
+    pub fn unmount(&mut self) {
+        self.mounted = None;
+    }
+
+    /// Mounts it again, with whatever its top holds by now.
+    pub fn mount_again(&mut self) -> io::Result<()> {
+        let upper = Some((self.upper, self.work.as_path()));
+        self.mounted = Some(overlay(self.lower, upper, &self.at)?);
+        Ok(())
+    }
+}
+
 fn c_string(bytes: &[u8]) -> io::Result<CString> {
     CString::new(bytes).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))
 }

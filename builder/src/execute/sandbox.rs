@@ -15,7 +15,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::error::{Doing as _, ExecuteError};
-use super::{Executor, Job, PreparedMount, Stream};
+use super::{Ended, Executor, Job, PreparedMount, RESOLVER, Stream};
 
 /// What a step may do as root: Docker's default.
 const CAPABILITIES: [&str; 14] = [
@@ -87,7 +87,7 @@ impl Executor for Sandbox {
         &mut self,
         job: &Job<'_>,
         output: &mut dyn FnMut(Stream, &[u8]),
-    ) -> Result<i32, ExecuteError> {
+    ) -> Result<Ended, ExecuteError> {
         let bundle = job.scratch.join("bundle");
         let state = job.scratch.join("runtime");
         for path in [&bundle, &state] {
@@ -125,9 +125,10 @@ impl Executor for Sandbox {
         {
             // The program never started; shells and engines tell these two apart from its own code.
             output(Stream::Stderr, format!("{problem}\n").as_bytes());
-            return Ok(if problem.contains("permission denied") { 126 } else { 127 });
+            let code = if problem.contains("permission denied") { 126 } else { 127 };
+            return Ok(Ended { code, shortage: None });
         }
-        Ok(code)
+        Ok(Ended { code, shortage: None })
     }
 }
 
@@ -255,11 +256,18 @@ fn config(job: &Job<'_>) -> Value {
 }
 
 fn mount(mount: &PreparedMount) -> Value {
+    let bind = |path: &Path, read_only: bool| {
+        json!({
+            "destination": mount.target(), "type": "bind", "source": path,
+            "options": ["rbind", if read_only { "ro" } else { "rw" }],
+        })
+    };
     match mount {
-        PreparedMount::Bind { target, path, read_only } => json!({
-            "destination": target, "type": "bind", "source": path,
-            "options": ["rbind", if *read_only { "ro" } else { "rw" }],
-        }),
+        PreparedMount::Bind { path, read_only, .. }
+        | PreparedMount::Cache { path, read_only, .. }
+        | PreparedMount::Secret { path, read_only, .. } => bind(path, *read_only),
+        PreparedMount::Socket { path, .. } => bind(path, false),
+        PreparedMount::Resolver => bind(Path::new(RESOLVER), true),
         PreparedMount::Tmpfs { target, size } => {
             let mut options = vec!["nosuid".to_owned(), "nodev".to_owned(), "mode=1777".to_owned()];
             options.extend(size.map(|bytes| format!("size={bytes}")));

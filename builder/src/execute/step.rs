@@ -21,7 +21,7 @@ use super::cache::{BuildCache, StepRecord, StepResult};
 use super::copy::{CopyError, Source};
 use super::error::ExecuteError;
 use super::inputs::{Inputs, add_files};
-use super::overlay::{self, Mounted, copy_directory_metadata};
+use super::overlay::{self, Mounted, Writable, copy_directory_metadata};
 use super::rootpath::{make_directories, ownership, resolve};
 use super::{Event, ExecuteOptions, Executor, NetworkAccess, layer};
 
@@ -250,15 +250,11 @@ impl StepContext<'_> {
             copy_directory_metadata(&top, &upper)
         };
         prepare().map_err(|error| self.failed(|| "preparing a step".to_owned(), error))?;
-        let merged = overlay::overlay(
-            &state.trees,
-            Some((&upper, &scratch.path().join("work"))),
-            &scratch.path().join("merged"),
-        )
-        .map_err(|error| self.failed(|| "mounting the stage".to_owned(), error))?;
+        let mut merged = Writable::mount(&state.trees, &upper, scratch.path())
+            .map_err(|error| self.failed(|| "mounting the stage".to_owned(), error))?;
         let root = merged.path().to_owned();
         match &self.step.action {
-            Action::Run(run) => self.run(run, state, &root, &upper, scratch.path())?,
+            Action::Run(run) => self.run(run, state, &mut merged, &upper, scratch.path())?,
             Action::Copy(copy) => self.copy(copy, &root)?,
             Action::MakeDirectory { path, user } => {
                 let owner = match user.as_str() {

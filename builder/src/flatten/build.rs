@@ -24,7 +24,7 @@ pub struct BuildOptions {
     pub flatten: FlattenOptions,
     /// Bytes that can still be written to the file system.
     pub free_bytes: u64,
-    /// Files that can still be made.
+    /// Files that can still be made; at least one for each 16 KiB of free space.
     pub free_inodes: u64,
     /// Whether to make a journal.
     pub journal: bool,

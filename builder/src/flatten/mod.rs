@@ -6,7 +6,7 @@
 
 pub mod attribution;
 pub mod build;
-mod data;
+pub(crate) mod data;
 mod entry;
 pub mod error;
 pub mod overlay;

@@ -1,6 +1,7 @@
 //! System calls that no safe crate wraps, each behind a safe function.
 #![allow(unsafe_code)]
 
+use std::ffi::{CStr, CString};
 use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -49,6 +50,36 @@ pub fn vsock_peer_is_host(socket: &OwnedFd) -> bool {
         libc::getpeername(socket.as_raw_fd(), (&raw mut address).cast(), &raw mut length)
     };
     result == 0 && address.svm_cid == libc::VMADDR_CID_HOST
+}
+
+/// Gives this process, or its later children, namespaces of their own.
+///
+/// # Errors
+/// Not allowed; or flags that do more than that, which are refused.
+pub fn unshare(flags: c_int) -> io::Result<()> {
+    let namespaces =
+        libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC;
+    if flags & !namespaces != 0 {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    // SAFETY: no pointers; memory, descriptors and threads stay shared as they are.
+    check(unsafe { libc::unshare(flags) }).map(drop)
+}
+
+/// Becomes another program; returns only if that failed. Its signals are as programs expect them:
+/// Rust's own ignoring of SIGPIPE ends here.
+pub fn execute(path: &CStr, argv: &[CString], env: &[CString]) -> io::Error {
+    let list = |strings: &[CString]| -> Vec<*const libc::c_char> {
+        strings.iter().map(|s| s.as_ptr()).chain([std::ptr::null()]).collect()
+    };
+    let (argv, env) = (list(argv), list(env));
+    // SAFETY: the default action is no function; the strings and lists are NUL-terminated and
+    // outlive the call.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        libc::execve(path.as_ptr(), argv.as_ptr(), env.as_ptr());
+    }
+    io::Error::last_os_error()
 }
 
 /// Sends a signal to a process (`pid > 0`) or a process group (`pid < -1`).

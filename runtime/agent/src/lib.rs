@@ -9,6 +9,8 @@
 //!     ├─ files    put and get
 //!     ├─ quiesce  freeze users, sync, drop caches, overwrite free memory, hang up
 //!     └─ fixup    entropy, clock, names, network; thaw only if all of it worked
+//!
+//!  step: a build step's root, program and result, by an exec of this program ([`step`])
 //! ```
 //!
 //! It runs in every sandbox and is frozen into every snapshot, so it is small, has no async
@@ -36,6 +38,7 @@ pub mod network;
 pub mod quiesce;
 pub mod serve;
 pub mod spawn;
+pub mod step;
 pub mod streams;
 pub mod terminal;
 pub mod users;

@@ -9,17 +9,20 @@ use std::process::ExitCode;
 use parbake_agent::cgroup::UserCgroup;
 use parbake_agent::listen::Listener;
 use parbake_agent::serve::{Options, serve};
-use parbake_agent::{check, init, lab};
+use parbake_agent::{check, init, lab, step};
 
 const USAGE: &str = "usage: parbake-agent serve (--vsock PORT | --unix PATH | --tcp ADDRESS) \
 [--token-file FILE] [--owns-machine]
        parbake-agent check (tcp PORT | http URL STATUS | file PATH | process NAME | alive PID)
+       parbake-agent step
        As PID 1 it brings a sandbox up, or with the argument `lab` a lab.";
 
 fn main() -> ExitCode {
     parbake_agent::kernel::share_one_heap();
     let mut arguments = std::env::args_os().skip(1);
     let result = match arguments.next().as_deref().map(OsStrExt::as_bytes) {
+        // Process 1 of a namespace of its own, by a word that no kernel passes on.
+        Some(b"step-enter") => return step::enter(),
         // The kernel hands its init whatever it did not understand itself, so other words may be
         // there too.
         _ if std::process::id() == 1 => {
@@ -31,6 +34,7 @@ fn main() -> ExitCode {
         }
         Some(b"serve") => serve_command(arguments),
         Some(b"check") => return check::run(arguments),
+        Some(b"step") => return step::run(),
         Some(b"--version") => {
             println!("parbake-agent {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

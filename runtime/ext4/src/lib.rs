@@ -1,6 +1,6 @@
 //! Writes ext4 file systems: a [`Tree`] and the blocks its files were streamed to become an image
 //! that any Linux since 4.x mounts read-write, that `e2fsck -fn` finds nothing in, and that is the
-//! same to the byte for the same input.
+//! same to the byte for the same input. ([`mod@read`] goes the other way.)
 //!
 //! # Why there is an own writer
 //!
@@ -75,6 +75,7 @@ mod extent;
 mod geometry;
 mod hash;
 mod inode;
+pub mod read;
 mod sink;
 mod superblock;
 mod survey;
@@ -102,7 +103,8 @@ pub struct Options {
     /// Bytes that can still be written to the file system, rounded up to blocks. Where it is not 0,
     /// what the kernel keeps for itself (2%, at most 16 MiB) comes on top.
     pub free_bytes: u64,
-    /// Files that can still be made. There are always at least 2048 inodes per 128 MiB.
+    /// Files that can still be made; at least one for each 16 KiB of free space, as mke2fs has it
+    /// (compilers' caches and package trees are small files), and 2048 inodes per 128 MiB.
     pub free_inodes: u64,
     /// The file system's UUID, not all zero.
     pub uuid: [u8; 16],

@@ -145,6 +145,8 @@ pub struct BootFiles {
     pub cmdline: String,
     /// The root filesystem, shared read-only by all sandboxes of the template.
     pub rootfs: PathBuf,
+    /// Further disks, `/dev/vdb` and on, which the guest cannot write to.
+    pub more_disks: Vec<PathBuf>,
 }
 
 /// The files a restore needs, installed and immutable.
@@ -276,7 +278,15 @@ impl Sandbox {
             write_limit: options.limits.disk_bytes.unwrap_or(0),
         };
         let begun = Instant::now();
-        let mut sandbox = Self::spawn(start, shape, disk, options, None)?;
+        let more = files.more_disks.iter().map(|base| Disk {
+            base: base.clone(),
+            overlay: None,
+            scratch: None,
+            read_only: true,
+            write_limit: 0,
+        });
+        let disks = std::iter::once(disk).chain(more).collect();
+        let mut sandbox = Self::spawn(start, shape, disks, options, None)?;
         sandbox.wait_ready(begun, options)?;
         sandbox.timings.ready = begun.elapsed();
         let mut client = sandbox.connect()?;
@@ -332,7 +342,7 @@ impl Sandbox {
             write_limit: options.limits.disk_bytes.unwrap_or(0),
         };
         let begun = Instant::now();
-        let mut sandbox = Self::spawn(start, shape, disk, options, fill)?;
+        let mut sandbox = Self::spawn(start, shape, vec![disk], options, fill)?;
         sandbox.wait_started(begun, options)?;
         let mut client = sandbox.connect()?;
         // Before user processes run.
@@ -434,7 +444,7 @@ impl Sandbox {
     fn spawn(
         start: Start,
         shape: MachineShape,
-        disk: Disk,
+        disks: Vec<Disk>,
         options: &SandboxOptions,
         fill: Option<(&Path, Arc<dyn Fill>)>,
     ) -> Result<Self, SandboxError> {
@@ -451,7 +461,7 @@ impl Sandbox {
         // What of the disk can end up in the monitor's own memory.
         let overlay = match &options.scratch {
             Some(_) => 0,
-            None => overlay_most(&disk),
+            None => disks.iter().filter(|disk| !disk.read_only).map(overlay_most).sum(),
         };
         let (cgroup, layer) = group(&id, &options.limits, shape, overlay)?;
         let tap = lease.as_ref().map(|_| Tap::Passed);
@@ -469,7 +479,7 @@ impl Sandbox {
             vcpus: shape.vcpus,
             memory_mib: shape.memory_mib,
             start,
-            disks: vec![disk],
+            disks,
             vsock: Some(Vsock { guest_cid: GUEST_CID, socket: rundir.socket() }),
             // Always there, so that every snapshot can be given a network.
             net: Some(Net { tap, mac: GUEST_MAC }),

@@ -100,6 +100,7 @@ impl Template {
             initramfs: store.path(&self.kernel.initramfs.digest)?,
             cmdline: self.kernel.cmdline.clone(),
             rootfs: store.path(&self.manifest.rootfs.digest)?,
+            more_disks: Vec::new(),
         })
     }
 

@@ -41,7 +41,8 @@ pub struct CreateRequest {
     /// Words of the caller's own, shown and logged.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
-    /// What it may reach: `allow=ADDRESS[:PORT]`, `allow=NAME[:PORT]`; empty: nothing.
+    /// What it may reach: `allow=ADDRESS[:PORT]`, `allow=NAME[:PORT]`, `allow=*`; empty: what the
+    /// template says, else nothing; only `none`: nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub egress: Vec<String>,
     /// What it may use of the host.

@@ -13,9 +13,9 @@ use crate::execute::build::State;
 use crate::execute::copy::{Copier, CopyError, Source};
 use crate::execute::error::ExecuteError;
 use crate::execute::mounts::{Stubs, secret_file};
-use crate::execute::overlay::{self, Mounted, copy_directory_metadata};
+use crate::execute::overlay::{self, Mounted, Writable, copy_directory_metadata};
 use crate::execute::rootpath::{self, identity, resolve};
-use crate::execute::{Event, Job, NetworkAccess, PreparedMount, Stream};
+use crate::execute::{Ended, Event, Job, NetworkAccess, PreparedMount, RESOLVER, Stream};
 
 /// How much of a failing program's output is kept for the error.
 const LAST_OUTPUT: usize = 4 << 10;
@@ -25,10 +25,12 @@ impl StepContext<'_> {
         &mut self,
         run: &Run,
         state: &State,
-        root: &Path,
+        merged: &mut Writable<'_>,
         upper: &Path,
         scratch: &Path,
     ) -> Result<(), ExecuteError> {
+        let root = merged.path().to_owned();
+        let root = root.as_path();
         let identity = identity(root, &run.user).map_err(|message| {
             self.wrong(message, "add the user in a step before, or use numbers")
         })?;
@@ -57,23 +59,16 @@ impl StepContext<'_> {
             let target = script.name.clone();
             mounts.push(PreparedMount::Bind { target, path, read_only: true });
         }
-        if network {
-            let resolv = PathBuf::from("/etc/resolv.conf");
-            if resolv.exists() {
-                let target = "/etc/resolv.conf".to_owned();
-                mounts.push(PreparedMount::Bind { target, path: resolv, read_only: true });
-            }
+        // A machine of its own has name servers of its own.
+        if network && (self.executor.isolated() || Path::new(RESOLVER).exists()) {
+            mounts.push(PreparedMount::Resolver);
         }
         let hosts = scratch.join("hosts");
         fs::write(&hosts, "127.0.0.1\tlocalhost parbake-build\n::1\tlocalhost\n")
             .map_err(|error| self.failed(|| "writing hosts".to_owned(), error))?;
         let target = "/etc/hosts".to_owned();
         mounts.push(PreparedMount::Bind { target, path: hosts, read_only: true });
-        let targets = mounts.iter().map(|mount| match mount {
-            PreparedMount::Bind { target, .. } | PreparedMount::Tmpfs { target, .. } => {
-                target.as_str()
-            }
-        });
+        let targets = mounts.iter().map(PreparedMount::target);
         // Not /proc, /dev and /sys: they stay where they were missing, as with BuildKit.
         let stubs = Stubs::note(root, targets)
             .map_err(|error| self.failed(|| "looking at mount points".to_owned(), error))?;
@@ -90,16 +85,29 @@ impl StepContext<'_> {
             scratch,
             interrupt: self.options.interrupt.as_deref(),
         };
+        let isolated = self.executor.isolated();
+        if isolated {
+            merged.unmount();
+        }
         let mut last = Vec::new();
         let events = &mut self.events;
-        let code = self.executor.run(&job, &mut |stream: Stream, bytes: &[u8]| {
+        let ended = self.executor.run(&job, &mut |stream: Stream, bytes: &[u8]| {
             events(Event::Output { stream, bytes });
             last.extend_from_slice(bytes);
             if last.len() > 2 * LAST_OUTPUT {
                 last.drain(..last.len() - LAST_OUTPUT);
             }
+        });
+        let Ended { code, shortage } = ended.map_err(|error| match error {
+            ExecuteError::Io { what, source } => self.failed(|| what, source),
+            error => error,
         })?;
         drop(held);
+        if isolated {
+            merged
+                .mount_again()
+                .map_err(|error| self.failed(|| "mounting the stage again".to_owned(), error))?;
+        }
         stubs
             .remove()
             .map_err(|error| self.failed(|| "removing mount points".to_owned(), error))?;
@@ -124,6 +132,7 @@ impl StepContext<'_> {
             at: self.step.at.clone(),
             text: self.step.text.clone(),
             code,
+            shortage,
             last_output,
         })
     }
@@ -212,7 +221,7 @@ impl StepContext<'_> {
                     };
                     fill().map_err(|error| self.copy_failed(error))?;
                 }
-                Ok(bind(data))
+                Ok(Some(PreparedMount::Cache { target: target.clone(), path: data, read_only }))
             }
             MountSource::Secret { id, env: variable, required, mode, uid, gid } => {
                 let Some(value) = self.options.secrets.get(id) else {
@@ -236,7 +245,7 @@ impl StepContext<'_> {
                 secret_file(&path, value, *mode, *uid, *gid)
                     .map_err(|error| io_failed(self, error))?;
                 held.mounts.push(memory);
-                Ok(bind(path))
+                Ok(Some(PreparedMount::Secret { target: target.clone(), path, read_only }))
             }
             MountSource::Ssh { id, required, .. } => {
                 let Some(socket) = self.options.ssh.get(id) else {
@@ -249,7 +258,8 @@ impl StepContext<'_> {
                     return Ok(None);
                 };
                 env.push(format!("SSH_AUTH_SOCK={target}"));
-                Ok(bind(socket.clone()))
+                let path = socket.clone();
+                Ok(Some(PreparedMount::Socket { target: target.clone(), path }))
             }
         }
     }

@@ -8,6 +8,7 @@
 //! allow=10.0.0.5                every TCP and UDP port, and echo requests
 //! allow=packages.example:443    whatever address our own resolver has just been given for the name
 //! allow=*.packages.example:443  any name below it
+//! allow=*                       any address, and every name is answered; also `*:443` and the like
 //! ```
 //! Some destinations stay closed whatever a wider rule says: this host itself, cloud metadata
 //! (169.254.0.0/16), loopback, multicast and the like ([`ALWAYS_BLOCKED`]). A rule that names
@@ -73,6 +74,8 @@ pub enum Destination {
     Net(Ipv4Net),
     /// A name.
     Name(NamePattern),
+    /// Any address and any name.
+    Anywhere,
 }
 
 /// A protocol a rule is about.
@@ -136,6 +139,7 @@ impl Egress {
     pub fn matching<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Rule> {
         self.rules.iter().filter(move |rule| match &rule.to {
             Destination::Name(pattern) => pattern.matches(name),
+            Destination::Anywhere => true,
             Destination::Net(_) => false,
         })
     }
@@ -153,7 +157,7 @@ impl Rule {
     pub fn names_blocked(&self) -> bool {
         match &self.to {
             Destination::Net(net) => blocked_nets().any(|blocked| blocked.contains(net)),
-            Destination::Name(_) => false,
+            Destination::Name(_) | Destination::Anywhere => false,
         }
     }
 }
@@ -235,7 +239,9 @@ fn parse_rule(text: &str) -> Result<Rule, &'static str> {
     if protocol == Some(Protocol::Icmp) && ports.is_some() {
         return Err("ICMP has no ports");
     }
-    let to = if let Ok(address) = place.parse::<Ipv4Addr>() {
+    let to = if place == "*" {
+        Destination::Anywhere
+    } else if let Ok(address) = place.parse::<Ipv4Addr>() {
         Destination::Net(Ipv4Net::from(address))
     } else if place.contains('/') {
         let net: Ipv4Net = place.parse().map_err(|_| "not a network, a protocol or a port")?;
@@ -280,6 +286,7 @@ impl fmt::Display for Rule {
             Destination::Net(net) if net.prefix_len() == 32 => write!(f, "{}", net.addr())?,
             Destination::Net(net) => write!(f, "{net}")?,
             Destination::Name(name) => write!(f, "{name}")?,
+            Destination::Anywhere => write!(f, "*")?,
         }
         match self.ports {
             Some((first, last)) if first == last => write!(f, ":{first}")?,
@@ -344,6 +351,9 @@ mod tests {
             ("Packages.Example.:443", "packages.example:443"),
             ("*.packages.example:443", "*.packages.example:443"),
             ("0.0.0.0/0:80", "0.0.0.0/0:80"),
+            ("*", "*"),
+            ("*:443", "*:443"),
+            ("*/icmp", "*/icmp"),
         ];
         for (text, written) in table {
             let rule: Rule = text.parse().unwrap_or_else(|e| panic!("{text}: {e}"));
@@ -365,6 +375,8 @@ mod tests {
             "fd00::1",
             "packages.example",
             "*.example:443",
+            "*.",
+            "**",
             "a..b:1",
             "10.0.0.0/33:1",
             "x y:1",
@@ -411,6 +423,7 @@ mod tests {
         assert!(names("169.254.0.0/16:80"));
         assert!(!names("0.0.0.0/0:80"));
         assert!(!names("128.0.0.0/1:80"));
+        assert!(!names("*"));
         assert!(!names("10.0.0.5:80"));
         assert!(is_blocked(Ipv4Addr::new(169, 254, 169, 254)));
         assert!(!is_blocked(Ipv4Addr::new(10, 0, 0, 5)));

@@ -347,7 +347,8 @@ impl Worker {
         let ttl = ttl.clamp(SHORTEST, LONGEST);
         let lives = Duration::from_secs(ttl.into()) + GRACE;
         let mut flows = Vec::new();
-        for rule in self.egress.matching(&question.name) {
+        // Where everything may be reached, an answer opens nothing more.
+        for rule in self.egress.matching(&question.name).filter(|rule| rule.has_name()) {
             let (first, last) = rule.ports.unwrap_or((0, 0));
             for &protocol in rules::numbers(rule.protocol) {
                 for port in first..=last {

@@ -134,9 +134,13 @@ pub(crate) fn allow(egress: &Egress, host: &[Ipv4Addr]) -> Batch {
         batch.rule("host", Rule::new().destination((*address).into()).goto("blocked"));
     }
     for rule in &egress.rules {
-        let Destination::Net(net) = &rule.to else { continue };
+        let net = match &rule.to {
+            Destination::Net(net) => *net,
+            Destination::Anywhere => Ipv4Net::default(),
+            Destination::Name(_) => continue,
+        };
         let chain = if rule.names_blocked() { "named" } else { "allow" };
-        for matching in matches(rule, *net) {
+        for matching in matches(rule, net) {
             batch.rule(chain, matching.goto("new"));
         }
     }

@@ -371,6 +371,28 @@ fn what_only_the_host_keeps_back_is_told_to_who_runs_the_sandbox() {
 }
 
 #[test]
+fn anywhere_is_everywhere_but_what_is_blocked() {
+    if skipped() {
+        return;
+    }
+    let net = Net::new();
+    net.greet(80);
+    let _asked = net.serve_names(53);
+    let pool = net.pool(0);
+    let guest = Guest::new(&pool, "allow=*");
+    assert_eq!(guest.resolve("packages.example", TYPE::A), Ok(vec![WORLD]));
+    assert_eq!(guest.tcp(WORLD, 80).unwrap(), "hello");
+    for address in [HOST, METADATA] {
+        assert!(guest.tcp(address, 80).is_err(), "{address}");
+        guest.denied(address, Some(80), "tcp", "blocked");
+    }
+    assert_eq!(guest.resolve("rebound.example", TYPE::A), Ok(vec![]));
+    let guest = Guest::new(&pool, "allow=*:443");
+    assert_eq!(guest.resolve("packages.example", TYPE::A), Ok(vec![WORLD]));
+    assert!(guest.tcp(WORLD, 80).is_err(), "another port than the one that is allowed");
+}
+
+#[test]
 fn what_is_named_is_reached() {
     if skipped() {
         return;

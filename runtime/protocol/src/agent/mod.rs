@@ -30,12 +30,15 @@
 mod client;
 mod message;
 mod session;
+mod step;
 mod stream;
+pub mod tree;
 mod wire;
 
 pub use client::{Client, ClientError};
 pub use message::*;
 pub use session::{ExecInput, ExecOutput, ExecSession, Output};
+pub use step::{StepEnd, StepLayer, StepMount, StepRequest};
 pub use stream::{Stream, connect_vsock_uds};
 pub use wire::{Frame, FrameError, FrameReader, HelloVerdict, write_frame};
 

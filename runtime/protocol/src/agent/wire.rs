@@ -6,6 +6,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::message::{Exit, Failure, Reply, Request, WindowSize};
+use super::step::{StepEnd, StepRequest};
+use super::tree::TreeItem;
 use super::{AGENT_PROTOCOL, MAX_FRAME};
 
 const MAGIC: [u8; 8] = *b"PBAGENT\0";
@@ -40,6 +42,10 @@ pub enum Frame {
     Data(Vec<u8>),
     /// The file is complete.
     DataEnd,
+    /// A part of a tree.
+    Tree(TreeItem),
+    /// A build step.
+    Step(Box<StepRequest>),
     /// First from the agent.
     Welcome {
         /// The version the agent speaks.
@@ -61,6 +67,8 @@ pub enum Frame {
     Exited(Exit),
     /// The program could not be started.
     Failed(Failure),
+    /// The build step's program ended.
+    StepEnd(StepEnd),
 }
 
 /// The agent's answer to a greeting.
@@ -103,6 +111,8 @@ mod kind {
     pub const SIGNAL: u8 = 0x13;
     pub const DATA: u8 = 0x20;
     pub const DATA_END: u8 = 0x21;
+    pub const TREE: u8 = 0x22;
+    pub const STEP: u8 = 0x23;
     pub const WELCOME: u8 = 0x81;
     pub const REPLY: u8 = 0x82;
     pub const STARTED: u8 = 0x90;
@@ -111,6 +121,7 @@ mod kind {
     pub const CREDIT: u8 = 0x93;
     pub const EXITED: u8 = 0x94;
     pub const FAILED: u8 = 0x95;
+    pub const STEP_END: u8 = 0x96;
 }
 
 impl Frame {
@@ -145,6 +156,8 @@ impl Frame {
             Self::Signal(n) => raw(out, kind::SIGNAL, &n.to_le_bytes()),
             Self::Data(d) => raw(out, kind::DATA, d),
             Self::DataEnd => raw(out, kind::DATA_END, &[]),
+            Self::Tree(v) => structured(out, kind::TREE, v),
+            Self::Step(v) => structured(out, kind::STEP, v),
             Self::Reply(v) => structured(out, kind::REPLY, v),
             Self::Started(pid) => raw(out, kind::STARTED, &pid.to_le_bytes()),
             Self::Stdout(d) => raw(out, kind::STDOUT, d),
@@ -152,6 +165,7 @@ impl Frame {
             Self::Credit(n) => raw(out, kind::CREDIT, &n.to_le_bytes()),
             Self::Exited(v) => structured(out, kind::EXITED, v),
             Self::Failed(v) => structured(out, kind::FAILED, v),
+            Self::StepEnd(v) => structured(out, kind::STEP_END, v),
         }
     }
 
@@ -189,6 +203,8 @@ impl Frame {
             kind::SIGNAL => Self::Signal(i32::from_le_bytes(payload.try_into().map_err(|_| bad)?)),
             kind::DATA => Self::Data(payload.to_vec()),
             kind::DATA_END => empty(Self::DataEnd)?,
+            kind::TREE => Self::Tree(parse(kind, payload)?),
+            kind::STEP => Self::Step(parse(kind, payload)?),
             kind::REPLY => Self::Reply(parse(kind, payload)?),
             kind::STARTED => {
                 Self::Started(u32::from_le_bytes(payload.try_into().map_err(|_| bad)?))
@@ -198,6 +214,7 @@ impl Frame {
             kind::CREDIT => Self::Credit(u32::from_le_bytes(payload.try_into().map_err(|_| bad)?)),
             kind::EXITED => Self::Exited(parse(kind, payload)?),
             kind::FAILED => Self::Failed(parse(kind, payload)?),
+            kind::STEP_END => Self::StepEnd(parse(kind, payload)?),
             other => return Err(FrameError::Kind(other)),
         })
     }

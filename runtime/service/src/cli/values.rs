@@ -40,7 +40,8 @@ pub fn pair(text: &str) -> Result<(String, String), String> {
 /// What a sandbox may reach and use.
 #[derive(Debug, clap::Args)]
 pub struct CageArgs {
-    /// What it may reach, e.g. allow=10.0.0.5:443,allow=packages.example:443; absent: nothing
+    /// What it may reach, e.g. allow=10.0.0.5:443,allow=packages.example:443, or none; absent: what
+    /// the template says, else nothing
     #[arg(long, value_name = "RULE", value_delimiter = ',')]
     egress: Vec<String>,
     /// The most host memory, guest and monitor together, in MiB
@@ -63,7 +64,7 @@ pub struct CageArgs {
 impl CageArgs {
     /// What it may reach.
     pub fn egress(&self) -> Vec<String> {
-        self.egress.iter().filter(|rule| *rule != "none").cloned().collect()
+        self.egress.clone()
     }
 
     /// What it may use.

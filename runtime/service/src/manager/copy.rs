@@ -24,7 +24,7 @@ use parbake_node::template::Template;
 use parbake_protocol::agent::AGENT_PROTOCOL;
 use serde_json::json;
 
-use super::create::{Extras, Origin, check};
+use super::create::{Extras, Origin, check, without_none};
 use super::{Entry, Manager, lock};
 use crate::model::{ForkRequest, PauseRequest, Paused, ResumeRequest, Sandbox, SandboxList, State};
 use crate::problem::{Kind, Problem};
@@ -220,7 +220,7 @@ impl Manager {
             hostname: None,
             env: request.env.clone(),
             secrets: request.secrets.clone(),
-            egress: request.egress.clone(),
+            egress: without_none(&request.egress),
             limits: request.limits.clone(),
             ..Extras::default()
         };

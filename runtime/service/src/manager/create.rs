@@ -140,19 +140,22 @@ impl Manager {
     ) -> Result<Sandbox, Problem> {
         let begun = Instant::now();
         self.refuse_when_draining()?;
-        let extras = Extras {
+        let mut extras = Extras {
             ttl_seconds: request.ttl_seconds,
             hostname: request.hostname.clone(),
             env: request.env.clone(),
             secrets: request.secrets.clone(),
             labels: request.labels.clone(),
-            egress: request.egress.clone(),
+            egress: without_none(&request.egress),
             limits: request.limits.clone(),
             workspace: request.workspace.clone(),
         };
         check(&extras)?;
         let store = self.store()?;
         let template = Template::find(&store, &request.template)?;
+        if request.egress.is_empty() {
+            extras.egress.clone_from(&template.manifest.egress);
+        }
         let shape = MachineShape {
             vcpus: request.cpus.unwrap_or(template.manifest.machine.vcpus),
             memory_mib: request.memory_mib.unwrap_or(template.manifest.machine.memory_mib),
@@ -359,6 +362,11 @@ impl Planned<'_> {
 
 fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1000.0
+}
+
+/// The rules of a request: `none` says that there are none.
+pub(super) fn without_none(rules: &[String]) -> Vec<String> {
+    if rules == ["none"] { Vec::new() } else { rules.to_vec() }
 }
 
 /// A policy as it is written.
