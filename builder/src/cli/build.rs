@@ -371,7 +371,10 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         source.check_kernel(locked).map_err(source_error)?;
     }
     let directory = build_directory(&store);
-    let kernel = args.kernel.clone().unwrap_or_default();
+    let (kernel, egress) = match source.loaded() {
+        Some(loaded) => (kernel_choice(args, &loaded.bake, &load.context)?, egress(&loaded.bake)?),
+        None => (args.kernel.clone().unwrap_or_default(), Vec::new()),
+    };
     let mut executor = args.builder.executor(context, choice, &directory, kernel)?;
     let claim = execute::claim(&directory).map_err(steps::execute_error)?;
     let scratch = tempfile::Builder::new()
@@ -412,7 +415,6 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
     });
     drop(view);
     let Built { image: made, bake, instructions, reference } = built.map_err(source_error)?;
-    let egress = egress(&bake)?;
     for text in unkept(&bake) {
         context.progress.note(&format!("warning: {text}"));
     }

@@ -159,6 +159,33 @@ fn processors(text: &str) -> Result<u32, String> {
 mod tests {
     use super::*;
 
+    fn template(egress: &[&str]) -> TemplateManifest {
+        let empty = serde_json::json!({
+            "digest": format!("sha256:{}", "0".repeat(64)), "size": 0,
+        });
+        serde_json::from_value(serde_json::json!({
+            "schemaVersion": 1, "architecture": "amd64", "rootfs": empty, "kernel": empty,
+            "process": {}, "machine": { "vcpus": 1, "memoryMib": 64 },
+            "source": { "reference": "x" }, "egress": egress,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn who_says_something_is_not_told_by_the_template() {
+        let says = |options: &[&str], rules: &[&str]| {
+            let egress = options.iter().map(|text| Egress::parse(text).unwrap()).collect();
+            let cage = CageArgs { egress, ..CageArgs::default() };
+            cage.egress(&template(rules)).map(|egress| egress.to_string())
+        };
+        assert_eq!(says(&[], &[]).unwrap(), "none");
+        let of_template = "allow=a.example:443,allow=10.0.0.0/8";
+        assert_eq!(says(&[], &["a.example:443", "10.0.0.0/8"]).unwrap(), of_template);
+        assert_eq!(says(&["none"], &["a.example:443"]).unwrap(), "none");
+        assert_eq!(says(&["allow=10.0.0.5"], &["*"]).unwrap(), "allow=10.0.0.5");
+        assert!(says(&[], &["nonsense"]).unwrap_err().to_string().contains("network policy"));
+    }
+
     #[test]
     fn times_and_processors_are_read() {
         let table =
