@@ -5,7 +5,7 @@ BIN    := target/bin
 STATIC := CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUSTFLAGS="-C target-feature=+crt-static"
 IMAGES := target/images
 
-.PHONY: all build demo test bench lint unit e2e containment image setup-demo setup-test install clean-lab
+.PHONY: all build demo test bench lint unit e2e scale containment recipes image setup-demo setup-test install clean-lab
 
 all: build
 
@@ -44,11 +44,20 @@ e2e: setup-test build image
 	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_IMAGE=$(abspath $(IMAGES))/debian timeout 2400 \
 		cargo test -p parbake-tests --release --locked -- --nocapture --test-threads 1
 
+# Nothing is left of a thousand sandboxes in a row and a hundred at once (bare guests, /dev/kvm).
+scale: setup-test build
+	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_SCALE=1000 cargo test -p parbake-node --release --locked \
+		--test scale -- --nocapture
+
 # What a sandbox must not get away with, tried from inside: prints attempted, contained, noticed.
 containment: setup-test build image
 	cargo build --release --locked -p parbake-tests --bin containment
 	@install -m 755 target/release/containment $(BIN)/
 	timeout 1200 tests/containment $(BIN) $(IMAGES)/debian
+
+# The ready-made recipes, built, baked and used; installs a distribution for each (half an hour).
+recipes: setup-test build
+	tests/recipes $(BIN)/parbake
 
 test: setup-test lint build unit e2e
 

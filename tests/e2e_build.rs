@@ -263,6 +263,42 @@ fn what_cannot_be_built_says_where_and_why() {
     assert_eq!(world.templates(), 0);
 }
 
+#[test]
+fn a_template_is_the_base_of_others() {
+    let Some(world) = World::new() else { return };
+    let first = "FROM BASE\nENV A=1\nRUN mkdir /srv/d && echo x >/srv/d/f && ln /srv/d/f /srv/g\n\
+                 USER nobody\nCMD [\"/bin/true\"]\n";
+    world.write("Dockerfile", first);
+    world.ok(&["build", ".", "-t", "first"]);
+    // The same files and the same process, by way of a file system.
+    world.ok(&["build", "--from", "template:first", "-t", "copy"]);
+    let difference = world.json(&["diff", "first", "copy"]);
+    assert_eq!(difference["files"].as_array().map(Vec::len), Some(0), "{}", difference["files"]);
+    let of = |name: &str| world.json(&["inspect", name])["template"]["process"].clone();
+    assert_eq!(of("first"), of("copy"));
+    let second = "FROM template:first AS one\nRUN test $A = 1 && test $(id -un) = nobody\nUSER root\n\
+                  RUN test /srv/d/f -ef /srv/g && rm -r /srv/d\n\
+                  FROM template:copy\nCOPY --from=one /srv /two\n";
+    world.write("Dockerfile", second);
+    world.ok(&["build", ".", "-t", "second"]);
+    let again = world.json(&["build", ".", "-t", "second"]);
+    assert_eq!(again["steps"]["executed"], 0, "{again}");
+    world.write(
+        "parbake.yaml",
+        "apiVersion: parbake.dev/v1\nbase: {template: first}\nbuild: {steps: [run: test -e /srv/d/f]}\n",
+    );
+    world.ok(&[
+        "build",
+        "-f",
+        &world.path("context/parbake.yaml").display().to_string(),
+        "-t",
+        "third",
+    ]);
+    world.fails(&["build", "--from", "template:none", "-t", "x"], 3, &["none"]);
+    world.write("Dockerfile", "FROM scratch\nCOPY --from=template:none / /\n");
+    world.fails(&["build", "-f", "Dockerfile", ".", "-t", "x"], 1, &["Dockerfile:2", "none"]);
+}
+
 const RECIPE: &str = "apiVersion: parbake.dev/v1
 metadata: {name: served}
 base: {image: 'BASE'}

@@ -162,6 +162,9 @@ fn the_life_of_sandboxes() {
         ("the service is killed", killed),
         ("forks", forks),
         ("pause and resume", pause),
+        ("another node", another_node),
+        ("workspaces", workspaces),
+        ("processes in the guest", processes),
         ("time to live", ttl),
         ("nothing is left", nothing_left),
     ];
@@ -411,6 +414,103 @@ fn pause(world: &World) {
     assert_eq!(lines[0], format!("paused/{id}:latest"), "{said}");
     let rest = ["0", "1", "125", "fresh", "kept", "memory", "hi", id, "1", "memory", "1", "3", id];
     assert_eq!(lines[1..], rest, "{said}");
+}
+
+/// Paused here, pushed, pulled into another store, and resumed by another service, which then can
+/// fork it.
+fn another_node(world: &World) {
+    if !Path::new("/usr/bin/docker-registry").exists() {
+        println!("skipped: docker-registry is not installed");
+        return;
+    }
+    let (here, there) = (world.store(), format!("{HOME}/there"));
+    let said = world.sh(&format!(
+        "mkdir -p {there}; cd {there}
+         printf 'version: 0.1\nlog:\n  level: error\nstorage:\n  filesystem:\n    rootdirectory: {there}/data\nhttp:\n  addr: 127.0.0.1:5999\n' >registry.yml
+         setsid docker-registry serve registry.yml >registry.log 2>&1 </dev/null & echo $! >registry.pid
+         id=$(parbaked create debian:12 --env GREETING=hi --label job=7)
+         parbaked exec $id -- sh -c 'echo kept >/root/file; echo memory >/dev/shm/file; sync'
+         parbaked exec -d $id -- sh -c 'while :; do echo >>/tmp/ticks; sleep 0.2; done'
+         parbaked pause $id >/dev/null
+         for n in $(seq 50); do curl -s 127.0.0.1:5999/v2/ >/dev/null && break; sleep 0.1; done
+         parbake -q --store {} push --no-verify --to 127.0.0.1:5999/team/rest:1 paused/$id >/dev/null
+         parbaked rm $id >/dev/null
+         parbake -q --store {there}/store pull 127.0.0.1:5999/team/rest:1 >/dev/null
+         kill $(cat registry.pid)
+         setsid parbaked serve --store {there}/store --run-dir {there}/run --listen unix:{there}/s \
+             --audit-log none --scratch memory --fork-dir {there} --answer-timeout 30s >log 2>&1 </dev/null & echo $! >pid
+         export PARBAKED_ADDRESS=unix:{there}/s
+         for n in $(seq 100); do parbaked status >/dev/null 2>&1 && break; sleep 0.1; done
+         [ \"$(parbaked resume 127.0.0.1:5999/team/rest:1)\" = $id ] && echo same
+         parbaked exec $id -- sh -c 'cat /root/file /dev/shm/file; echo $GREETING; a=$(wc -l </tmp/ticks); sleep 2; [ $(wc -l </tmp/ticks) -gt $a ] && echo goes on'
+         copy=$(parbaked fork $id); parbaked exec $copy -- cat /dev/shm/file
+         parbaked inspect $id | grep -c '\"job\": \"7\"'
+         parbaked rm --all >/dev/null; kill $(cat pid)
+         for n in $(seq 100); do [ -d /proc/$(cat pid) ] || break; sleep 0.1; done
+         pidof parbake-vmm | wc -w; cd /; rm -rf {there}",
+        here.display()
+    ));
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines, ["same", "kept", "memory", "hi", "goes on", "memory", "1", "0"], "{said}");
+}
+
+fn workspaces(world: &World) {
+    // Made, used by two sandboxes one after the other, by nobody twice, and by no copy.
+    let said = world.sh(
+        "id=$(parbaked create debian:12 --workspace job --workspace-size 64)
+         parbaked exec $id -- sh -c 'echo kept >/workspace/file; stat -f -c %T /workspace; stat -c %a /workspace'
+         parbaked create debian:12 --workspace job 2>/dev/null || echo $?
+         parbaked fork $id 2>/dev/null || echo $?
+         parbaked pause $id 2>/dev/null || echo $?
+         parbaked create debian:12 --workspace ../job 2>/dev/null || echo $?
+         parbaked exec -d $id -- sh -c 'cd /workspace; sleep 600'
+         parbaked rm $id >/dev/null; pidof parbake-vmm | wc -w",
+    );
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines[..2], ["ext2/ext3", "1777"], "{said}");
+    assert!(lines[2..6].iter().all(|code| *code != "0"), "{said}");
+    assert_eq!(lines[6..], ["0"], "{said}");
+    let file = world.store().join("workspaces/job.ext4");
+    let check = format!(
+        "e2fsck -fn {0} >/dev/null 2>&1 && echo clean; \
+         dumpe2fs -h {0} 2>/dev/null | grep -c needs_recovery || true",
+        file.display()
+    );
+    assert_eq!(world.sh(&check).lines().collect::<Vec<_>>(), ["clean", "0"]);
+    // Killed: what was synced is there again, by the journal.
+    let said = world.sh(&format!(
+        "id=$(parbaked create debian:12 --workspace job --workspace-path /home/me)
+         parbaked exec $id -- sh -c 'cat /home/me/file; mkdir /home/me/more; echo more >/home/me/more/file; sync'
+         kill -9 $(parbaked inspect $id | sed -n 's/.*\"monitorPid\": \\([0-9]*\\).*/\\1/p')
+         for n in $(seq 100); do [ -z \"$(parbaked ps -q)\" ] && break; sleep 0.2; done
+         dumpe2fs -h {} 2>/dev/null | grep -c needs_recovery
+         id=$(parbaked create debian:12 --workspace job)
+         parbaked exec $id -- cat /workspace/more/file; parbaked rm $id >/dev/null",
+        file.display()
+    ));
+    assert_eq!(said.lines().collect::<Vec<_>>(), ["kept", "1", "more"]);
+    assert_eq!(world.sh(&check).lines().collect::<Vec<_>>(), ["clean", "0"]);
+    // Without the service, the same volume.
+    let run = ["run", "--workspace", "job", "debian:12", "--", "sh", "-c"];
+    let script = "cat /workspace/more/file; rm -r /workspace/more; echo 1 >/workspace/run";
+    assert_eq!(world.ok(&[&run[..], &[script]].concat()), "more");
+    assert_eq!(world.ok(&[&run[..], &["ls /workspace"]].concat()), "file\nrun");
+    assert_eq!(world.sh(&check).lines().collect::<Vec<_>>(), ["clean", "0"]);
+    world.sh(&format!("rm {}", file.display()));
+}
+
+/// More processes than it may have: starting another fails, is told, and harms nobody.
+fn processes(world: &World) {
+    let said = world.sh(
+        "id=$(parbaked create debian:12 --processes 24)
+         parbaked exec --timeout 60s $id -- sh -c 'for n in $(seq 60); do sleep 600 & done' >/dev/null 2>&1 || echo refused
+         for n in $(seq 50); do parbaked events | grep -q guestProcesses && break; sleep 0.2; done
+         parbaked events | grep -c guestProcesses
+         parbaked rm --all >/dev/null",
+    );
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines[0], "refused", "{said}");
+    assert!(lines[1].parse::<u32>().unwrap() >= 1, "{said}");
 }
 
 fn ttl(world: &World) {

@@ -5,7 +5,6 @@ pub mod assemble;
 pub mod bake;
 pub mod contents;
 pub mod execute;
-pub mod ext4;
 pub mod flatten;
 pub mod image;
 pub mod kernel;
@@ -13,6 +12,6 @@ pub mod layer;
 pub mod provenance;
 pub mod sbom;
 pub mod source;
-pub mod tree;
 
+pub use parbake_ext4::{self as ext4, tree};
 pub use parbake_node::template;

@@ -16,7 +16,7 @@ use parbake_recipes::dockerfile::NamedContext;
 use parbake_recipes::lock::{Lock, LockedKernel, Packages};
 use parbake_recipes::plan;
 use parbake_recipes::recipe::{self, BakeSpec, Check, Ready};
-use parbake_recipes::resolve::Locked;
+use parbake_recipes::resolve::{Locked, by_digest};
 use parbake_recipes::{LoadRequest, Loaded, RecipeError};
 
 use crate::execute::{
@@ -427,18 +427,10 @@ struct Pinned<'a> {
 
 impl Bases for Pinned<'_> {
     fn layers(&mut self, source: &plan::ImageSource) -> Result<BaseLayers, String> {
-        let local = ["oci:", "oci-archive:", "docker-archive:", "tar:", "dir:"];
-        let name = &source.reference;
-        if !self.by_digest
-            || name.contains('@')
-            || local.iter().any(|kind| name.starts_with(kind))
-            || source.digest.is_empty()
-        {
+        if !self.by_digest {
             return self.images.layers(source);
         }
-        let slash = name.rfind('/').map_or(0, |slash| slash + 1);
-        let bare = name[slash..].find(':').map_or(name.as_str(), |colon| &name[..slash + colon]);
-        let reference = format!("{bare}@{}", source.digest);
+        let reference = by_digest(&source.reference, &source.digest);
         self.images.layers(&plan::ImageSource { reference, ..source.clone() })
     }
 }

@@ -112,6 +112,24 @@ impl BaseImages for Recorder<'_> {
     }
 }
 
+/// Kinds of image references whose content is on this machine; everything else is in a registry.
+pub const LOCAL_KINDS: [&str; 7] =
+    ["oci:", "oci-archive:", "docker-archive:", "tar:", "dir:", "ext4:", "template:"];
+
+/// A registry's reference by digest instead of by tag; what is on this machine, and what has a
+/// digest already, as it is.
+#[must_use]
+pub fn by_digest(reference: &str, digest: &str) -> String {
+    let local = LOCAL_KINDS.iter().any(|kind| reference.starts_with(kind));
+    if local || digest.is_empty() || reference.contains('@') {
+        return reference.to_owned();
+    }
+    // A colon before the last slash is a port's.
+    let slash = reference.rfind('/').map_or(0, |slash| slash + 1);
+    let name = reference[slash..].find(':').map_or(reference, |colon| &reference[..slash + colon]);
+    format!("{name}@{digest}")
+}
+
 /// Resolves through a lock file: the recorded digest or nothing.
 pub struct Locked<'a> {
     inner: &'a mut dyn BaseImages,
@@ -130,19 +148,7 @@ impl BaseImages for Locked<'_> {
         let Some(digest) = self.lock.base(reference, platform) else {
             return Err("it is not in the lock file; run `parbake recipe lock`".to_owned());
         };
-        let is_registry = !reference.contains("oci:")
-            && !reference.contains("archive:")
-            && !reference.contains('@');
-        let pinned = if is_registry {
-            // A tag after the last slash is replaced by the digest it stood for.
-            let slash = reference.rfind('/').map_or(0, |slash| slash + 1);
-            let name =
-                reference[slash..].find(':').map_or(reference, |colon| &reference[..slash + colon]);
-            format!("{name}@{digest}")
-        } else {
-            reference.to_owned()
-        };
-        let image = self.inner.resolve(&pinned, platform)?;
+        let image = self.inner.resolve(&by_digest(reference, digest), platform)?;
         if image.digest != digest {
             return Err(format!(
                 "it is {} and the lock file says {digest}; run `parbake recipe lock` to accept it",
@@ -156,6 +162,24 @@ impl BaseImages for Locked<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tags_give_way_to_digests_in_registries_only() {
+        for (reference, pinned) in [
+            ("debian", "debian@sha256:1"),
+            ("host:5000/a/b:c", "host:5000/a/b@sha256:1"),
+            ("docker://host:5000/a", "docker://host:5000/a@sha256:1"),
+            ("a@sha256:0", "a@sha256:0"),
+            ("dir:/x", "dir:/x"),
+            ("oci:./x:y", "oci:./x:y"),
+            ("template:a:1", "template:a:1"),
+            // A repository may be called so.
+            ("host/oci:1", "host/oci@sha256:1"),
+        ] {
+            assert_eq!(by_digest(reference, "sha256:1"), pinned);
+        }
+        assert_eq!(by_digest("debian:12", ""), "debian:12");
+    }
 
     #[test]
     fn only_content_counts() {

@@ -263,6 +263,7 @@ fn freeze_into(
     let files = RestoreFiles {
         state: directory.join("state"),
         memory: directory.join("memory"),
+        difference: None,
         disk: directory.join("disk"),
         rootfs,
     };

@@ -38,7 +38,7 @@ pub struct Args {
     #[command(flatten)]
     source: SourceArgs,
     /// A finished image: oci:DIR[:TAG], oci-archive:FILE, docker-archive:FILE[:IMAGE:TAG],
-    /// docker://HOST/REPO[:TAG|@DIGEST], tar:FILE or dir:DIR
+    /// docker://HOST/REPO[:TAG|@DIGEST], template:NAME, tar:FILE, dir:DIR or ext4:FILE
     #[arg(long, value_name = "IMAGE", conflicts_with_all = ["context", "file", "target", "build_arg",
         "build_context", "builder", "require_isolation", "egress", "build_cpus", "build_memory", "build_disk", "secret", "ssh", "no_cache", "network", "explain", "locked", "strict"])]
     from: Option<ImageSource>,
@@ -210,7 +210,7 @@ fn directory_of(file: &Path) -> &Path {
 pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let cancel = interrupt::watch();
     let mut material = match &args.from {
-        Some(from) => from_image(args, from)?,
+        Some(from) => from_image(context, args, from)?,
         None => from_source(context, args, &cancel)?,
     };
     let image = &material.image;
@@ -326,9 +326,9 @@ fn bake_now(
     Ok(0)
 }
 
-fn from_image(args: &Args, from: &ImageSource) -> CliResult<Material> {
+fn from_image(context: &Context, args: &Args, from: &ImageSource) -> CliResult<Material> {
     let image =
-        image::open(from, &args.source.image_options(), &mut |_| {}).map_err(image_error)?;
+        image::open(from, &args.source.image_options(context), &mut |_| {}).map_err(image_error)?;
     let bake = source::instructions_of_image(image.config());
     Ok(Material {
         image,
@@ -354,7 +354,7 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
     let choice = args.builder.choice(context)?;
     let request = SourceRequest {
         load: load.clone(),
-        images: args.source.image_options(),
+        images: args.source.image_options(context),
         engine: match choice {
             Choice::External(tool) => Engine::External(tool),
             _ => Engine::Own,
@@ -419,7 +419,7 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         context.progress.note(&format!("warning: {text}"));
     }
     let elsewhere = made.elsewhere.clone();
-    let image = image::open_partial_layout(&layout, elsewhere, &args.source.image_options())
+    let image = image::open_partial_layout(&layout, elsewhere, &args.source.image_options(context))
         .map_err(image_error)?;
     let first = bake.machines.first().cloned().unwrap_or_default();
     let machine = source::shape(&first);

@@ -33,6 +33,9 @@ pub struct CageArgs {
     /// The most the guest may write to its disk, e.g. 1GiB
     #[arg(long, value_name = "SIZE", value_parser = size)]
     disk_limit: Option<u64>,
+    /// The most processes and threads the guest may have
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    process_limit: Option<u32>,
     /// The most host memory the sandbox may use; absent: what a machine of its shape can need
     #[arg(long, value_name = "SIZE", value_parser = size)]
     memory_limit: Option<u64>,
@@ -75,6 +78,7 @@ impl CageArgs {
             memory_bytes: self.memory_limit,
             cpu_milli: self.cpu_limit,
             disk_bytes: self.disk_limit,
+            guest_processes: self.process_limit,
             lifetime: self.ttl,
             cgroup: if self.require_limits {
                 CgroupPolicy::Required

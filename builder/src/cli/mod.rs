@@ -36,6 +36,7 @@ mod steps;
 mod tag;
 mod trust;
 mod verify;
+mod workspace;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

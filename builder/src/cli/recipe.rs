@@ -136,7 +136,7 @@ fn show(context: &Context, args: &SourceArgs, resolved: bool) -> CliResult {
         let text = std::fs::read_to_string(&loaded.path).kind(Kind::User)?;
         return output::line(text.trim_end());
     }
-    let loaded = load(args)?;
+    let loaded = load(context, args)?;
     if context.json() {
         return output::json(&json!({
             "path": loaded.path,
@@ -149,14 +149,14 @@ fn show(context: &Context, args: &SourceArgs, resolved: bool) -> CliResult {
     output::line(loaded.show_resolved().map_err(recipe_error)?.trim_end())
 }
 
-fn load(args: &SourceArgs) -> CliResult<Loaded> {
-    let mut images = SourceImages::new(args.image_options());
+fn load(context: &Context, args: &SourceArgs) -> CliResult<Loaded> {
+    let mut images = SourceImages::new(args.image_options(context));
     parbake_recipes::load(&args.load_request()?, &mut images).map_err(recipe_error)
 }
 
 fn lock(context: &Context, args: &SourceArgs) -> CliResult {
     let path = source::lock_path(&args.load_request()?);
-    let mut loaded = load(args)?;
+    let mut loaded = load(context, args)?;
     let mut lock = source::lock(&mut loaded).map_err(recipe_error)?;
     let choice =
         source::kernel_choice(&loaded.bake.kernel, &loaded.context).map_err(source_error)?;
@@ -200,14 +200,15 @@ fn outdated(context: &Context, args: &SourceArgs) -> CliResult {
         return Err(CliError::new(Kind::NotFound, format!("there is no {}", path.display()))
             .hint("`parbake recipe lock` writes it"));
     };
-    let mut images = SourceImages::new(args.image_options());
+    let mut images = SourceImages::new(args.image_options(context));
     let mut moved: Vec<[String; 3]> = locked
         .outdated(&mut images)
         .into_iter()
         .map(|one| [one.reference, one.locked, one.current])
         .collect();
     // The file, its context and its arguments; bases have been looked at.
-    let now = load(args).and_then(|mut loaded| source::lock(&mut loaded).map_err(recipe_error))?;
+    let now = load(context, args)
+        .and_then(|mut loaded| source::lock(&mut loaded).map_err(recipe_error))?;
     if now.context != locked.context {
         moved.push(["context".into(), locked.context.to_string(), now.context.to_string()]);
     }

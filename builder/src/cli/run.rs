@@ -22,6 +22,7 @@ use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::{self, Place};
 use super::remote::{self, Arrivals, RegistryArgs};
 use super::trust::TrustArgs;
+use super::workspace::WorkspaceArgs;
 use super::{Context, bake, pull, run_lazily};
 use parbake_node::terminal::env;
 use parbake_node::terminal::stdio::{self, Ended};
@@ -68,6 +69,8 @@ pub struct Args {
     output_limit: Option<u64>,
     #[command(flatten)]
     cage: CageArgs,
+    #[command(flatten)]
+    workspace: WorkspaceArgs,
     #[command(flatten)]
     shape: ShapeArgs,
     /// Boot cold instead of restoring the snapshot
@@ -167,6 +170,7 @@ fn run_arriving(context: &Context, args: &Args, store: &Store) -> CliResult<u8> 
     let mut options = guest::sandbox_options(context)?;
     options.hostname.clone_from(&args.hostname);
     let watch = args.cage.apply(&arriving.template.manifest, &mut options)?;
+    args.workspace.apply(context, &mut options)?;
     let sandbox = match &arriving.snapshot {
         Some(snapshot) if !args.cold => {
             let (files, fill) = arriving.files(store, snapshot)?;
@@ -217,6 +221,7 @@ fn run_installed(
     let mut options = guest::sandbox_options(context).map_err(sandbox_failure)?;
     options.hostname.clone_from(&args.hostname);
     let watch = args.cage.apply(&template.manifest, &mut options)?;
+    args.workspace.apply(context, &mut options)?;
     let (sandbox, how) = if args.cold {
         let files = template.boot_files(store).kind(Kind::Sandbox)?;
         let sandbox = Sandbox::boot(&files, shape, &template.manifest.process, &options);
@@ -250,6 +255,14 @@ fn execute(
     let ended = ended.map_err(|error| sandbox.blame(error));
     let timings = sandbox.timings().clone();
     let counts = sandbox.egress_counts();
+    if ended.is_ok()
+        && let Err(error) = sandbox.release_workspace()
+    {
+        context.progress.note(&format!(
+            "the workspace could not be taken off in order ({error}); its journal is replayed \
+             next time"
+        ));
+    }
     let by_limit = sandbox.limit_hits().iter().any(|hit| {
         use parbake_node::limits::Limit;
         matches!(hit.limit, Limit::Lifetime | Limit::Memory)

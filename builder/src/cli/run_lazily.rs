@@ -124,6 +124,7 @@ impl Arriving {
         let files = RestoreFiles {
             state: store.path(&snapshot.state.digest).map_err(guest::store_error)?,
             memory: path(&snapshot.memory.digest)?,
+            difference: None,
             disk: path(&snapshot.disk.digest)?,
             rootfs: path(&self.template.manifest.rootfs.digest)?,
         };

@@ -9,7 +9,7 @@ use parbake_recipes::dockerfile::{LowerOptions, NamedContext};
 use parbake_recipes::{LoadRequest, RecipeError, plan};
 
 use super::error::{CliError, CliResult, Kind};
-use super::steps;
+use super::{Context, steps};
 
 /// A Dockerfile or recipe and its arguments.
 #[derive(Debug, clap::Args)]
@@ -63,9 +63,13 @@ fn pair(text: &str) -> Result<(String, String), String> {
 }
 
 impl SourceArgs {
-    /// How registries are spoken to.
-    pub fn image_options(&self) -> ImageOptions {
-        let mut options = ImageOptions { platform: self.platform.clone(), ..Default::default() };
+    /// Where images are looked for, and how registries are spoken to.
+    pub fn image_options(&self, context: &Context) -> ImageOptions {
+        let mut options = ImageOptions {
+            platform: self.platform.clone(),
+            store: Some(context.store_root()),
+            ..Default::default()
+        };
         options.registry.insecure.clone_from(&self.insecure_registry);
         options.registry.authfile.clone_from(&self.authfile);
         options.registry.registries_conf.clone_from(&self.registries_conf);

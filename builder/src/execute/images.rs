@@ -3,11 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use parbake_cache::Digest;
 use parbake_recipes::dockerfile::{BaseImage, BaseImages};
 use parbake_recipes::plan::{self, Healthcheck, Platform};
+use parbake_recipes::resolve::LOCAL_KINDS;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 
@@ -31,7 +34,7 @@ struct Opened {
 }
 
 /// What a layer's source does not always say.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Known {
     digest: String,
     size: u64,
@@ -59,12 +62,31 @@ impl SourceImages {
         };
         let image =
             image::open(&source, &options, &mut |_| {}).map_err(|error| chain_of(&error))?;
+        let memory = self.memory(&image);
+        let known = |index| match memory.as_deref().and_then(recall) {
+            Some(known) => Ok(known),
+            None => known(&image, index).inspect(|known| {
+                if let Some(memory) = &memory {
+                    remember(memory, known);
+                }
+            }),
+        };
         let layers = (0..image.layers().len())
-            .map(|index| known(&image, index).map_err(|error| error.to_string()))
+            .map(|index| known(index).map_err(|error| error.to_string()))
             .collect::<Result<_, _>>()?;
         let opened = Opened { image: Rc::new(image), layers };
         self.opened.insert(key, opened.clone());
         Ok(opened)
+    }
+
+    /// Where it is remembered what a template's files come to as a layer: they never change, and
+    /// reading them all again is most of a build that has nothing to do.
+    fn memory(&self, image: &Image) -> Option<PathBuf> {
+        let ImageSource::Template { .. } = image.source() else { return None };
+        let digest = image.manifest_digest()?;
+        let place = self.options.store.as_ref()?.join("build/templates");
+        // Another version may write another stream.
+        Some(place.join(format!("{}-{}.json", digest.hex(), env!("CARGO_PKG_VERSION"))))
     }
 }
 
@@ -84,9 +106,8 @@ fn chain_of(error: &dyn std::error::Error) -> String {
 
 /// What a reference of a `FROM` line names.
 fn source(reference: &str) -> Result<ImageSource, String> {
-    const KINDS: [&str; 6] =
-        ["oci:", "oci-archive:", "docker-archive:", "docker://", "tar:", "dir:"];
-    if KINDS.iter().any(|kind| reference.starts_with(kind)) {
+    let named = |kind: &&str| reference.starts_with(kind);
+    if LOCAL_KINDS.iter().chain(&["docker://"]).any(named) {
         return reference.parse().map_err(|error: image::reference::BadSource| error.to_string());
     }
     // Docker's rules: a first component with a dot, a colon or the name localhost is a host.
@@ -98,6 +119,23 @@ fn source(reference: &str) -> Result<ImageSource, String> {
         (false, _) => format!("docker.io/{reference}"),
     };
     Ok(ImageSource::Registry { reference: full })
+}
+
+fn recall(memory: &Path) -> Option<Known> {
+    serde_json::from_slice(&std::fs::read(memory).ok()?).ok()
+}
+
+/// Remembers, or does not: it only saves work.
+fn remember(memory: &Path, known: &Known) {
+    let Some(directory) = memory.parent() else { return };
+    let write = || {
+        std::fs::create_dir_all(directory)?;
+        let file = tempfile::NamedTempFile::new_in(directory)?;
+        serde_json::to_writer(&file, known)?;
+        file.persist(memory)?;
+        io::Result::Ok(())
+    };
+    let _ = write();
 }
 
 /// Reads a layer once where its source does not name its digests.

@@ -88,6 +88,14 @@ pub enum ImageError {
         /// The names there are.
         available: String,
     },
+    /// No template of that name.
+    #[error("there is no template {name} to start from: {reason}")]
+    NoTemplate {
+        /// As it was asked for.
+        name: String,
+        /// Why not.
+        reason: String,
+    },
     /// Several images and no choice.
     #[error("{image}: there are several images, name one of them: {available}")]
     Ambiguous {

@@ -9,12 +9,14 @@ pub mod digest;
 mod directory;
 mod docker;
 mod error;
+mod filesystem;
 mod layout;
 pub mod manifest;
 pub mod platform;
 pub mod reference;
 mod registry;
 mod select;
+mod tree_tar;
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
@@ -37,6 +39,8 @@ pub struct ImageOptions {
     pub platform: Platform,
     /// How registries are spoken to.
     pub registry: RegistryOptions,
+    /// The store that templates are looked for in.
+    pub store: Option<PathBuf>,
 }
 
 /// How registries are spoken to.
@@ -282,6 +286,10 @@ pub fn open(
         }
         ImageSource::Tar { path } => docker::open_tar(path, source),
         ImageSource::Directory { path } => directory::open(path, source),
+        ImageSource::Ext4 { path } => filesystem::open(path, source),
+        ImageSource::Template { name } => {
+            filesystem::open_template(options.store.as_deref(), name, source)
+        }
         ImageSource::Registry { reference } => registry::open(reference, source, options),
     }?;
     let config = &image.config;

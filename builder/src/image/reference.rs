@@ -43,12 +43,22 @@ pub enum ImageSource {
         /// The directory.
         path: PathBuf,
     },
+    /// A root filesystem as an ext4 image: `ext4:PATH`.
+    Ext4 {
+        /// The image.
+        path: PathBuf,
+    },
+    /// A template of the store: `template:NAME`.
+    Template {
+        /// Its name or digest.
+        name: String,
+    },
 }
 
 /// A string that names no image source.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{text:?} is not an image source: {problem} (expected oci:PATH[:REF], oci-archive:PATH[:REF], docker-archive:PATH[:IMAGE:TAG], docker://HOST/REPOSITORY[:TAG], tar:PATH or dir:PATH)"
+    "{text:?} is not an image source: {problem} (expected oci:PATH[:REF], oci-archive:PATH[:REF], docker-archive:PATH[:IMAGE:TAG], docker://HOST/REPOSITORY[:TAG], template:NAME, tar:PATH, dir:PATH or ext4:PATH)"
 )]
 pub struct BadSource {
     text: String,
@@ -67,6 +77,12 @@ impl FromStr for ImageSource {
                 return Err(bad("the reference is empty"));
             }
             return Ok(Self::Registry { reference: reference.to_owned() });
+        }
+        if scheme == "template" {
+            if rest.is_empty() {
+                return Err(bad("the template's name is empty"));
+            }
+            return Ok(Self::Template { name: rest.to_owned() });
         }
         // Paths with a colon cannot be told from a reference; other tools split the same way.
         let (path, reference) = match rest.split_once(':') {
@@ -87,6 +103,7 @@ impl FromStr for ImageSource {
             "docker-archive" => Self::DockerArchive { path, reference },
             "tar" => Self::Tar { path },
             "dir" => Self::Directory { path },
+            "ext4" => Self::Ext4 { path },
             _ => return Err(bad("its kind is unknown")),
         })
     }
@@ -112,6 +129,8 @@ impl ImageSource {
             Self::Registry { reference } => format!("docker://{reference}"),
             Self::Tar { path } => with("tar", path, &None),
             Self::Directory { path } => with("dir", path, &None),
+            Self::Ext4 { path } => with("ext4", path, &None),
+            Self::Template { name } => format!("template:{name}"),
         }
     }
 }
@@ -125,6 +144,8 @@ impl fmt::Display for ImageSource {
             Self::Registry { reference } => return write!(f, "docker://{reference}"),
             Self::Tar { path } => ("tar", path, None),
             Self::Directory { path } => ("dir", path, None),
+            Self::Ext4 { path } => ("ext4", path, None),
+            Self::Template { name } => return write!(f, "template:{name}"),
         };
         write!(f, "{kind}:{}", path.display())?;
         match reference {
@@ -149,10 +170,22 @@ mod tests {
             "docker://localhost:5000/a/b:c",
             "tar:root.tar.gz",
             "dir:/",
+            "ext4:root.ext4",
+            "template:team/base:1",
         ] {
             assert_eq!(text.parse::<ImageSource>().unwrap().to_string(), text);
         }
-        for bad in ["", "debian", "docker:debian", "docker://", "oci:", "oci::x", "ftp:x"] {
+        for bad in [
+            "",
+            "debian",
+            "docker:debian",
+            "docker://",
+            "oci:",
+            "oci::x",
+            "ext4:",
+            "template:",
+            "ftp:x",
+        ] {
             assert!(bad.parse::<ImageSource>().is_err(), "{bad}");
         }
         let source: ImageSource = "oci:/home/me/layout:v1".parse().unwrap();

@@ -17,6 +17,24 @@ use super::{BakeSpec, BaseSpec, BuildNetwork, Recipe, StepSpec, User, Variant};
 
 const DEBIAN_QUIET: &str = "DEBIAN_FRONTEND=noninteractive";
 
+/// A base that is looked up.
+fn from_image(
+    name: &str,
+    at: &Location,
+    options: &LowerOptions,
+    images: &mut dyn BaseImages,
+) -> Result<(Base, ImageConfig), RecipeError> {
+    let image = images.resolve(name, &options.platform).map_err(|reason| {
+        RecipeError::BaseImage { at: at.clone(), reference: name.to_owned(), reason }
+    })?;
+    let source = ImageSource {
+        reference: name.to_owned(),
+        digest: image.digest,
+        platform: options.platform.clone(),
+    };
+    Ok((Base::Image(source), image.config))
+}
+
 /// Lowers a recipe. `directory` is where it lies: a Dockerfile it names is read from there.
 ///
 /// # Errors
@@ -37,17 +55,8 @@ pub fn lower(
         BaseSpec::Image(name) if name == "scratch" => {
             (Base::Scratch, ImageConfig { working_dir: "/".to_owned(), ..ImageConfig::default() })
         }
-        BaseSpec::Image(name) => {
-            let image = images.resolve(name, &options.platform).map_err(|reason| {
-                RecipeError::BaseImage { at: at.clone(), reference: name.clone(), reason }
-            })?;
-            let source = ImageSource {
-                reference: name.clone(),
-                digest: image.digest,
-                platform: options.platform.clone(),
-            };
-            (Base::Image(source), image.config)
-        }
+        BaseSpec::Image(name) => from_image(name, &at, options, images)?,
+        BaseSpec::Template(name) => from_image(&format!("template:{name}"), &at, options, images)?,
         BaseSpec::Dockerfile(spec) => {
             let inside = clean(&format!("/{}", spec.path));
             let path = directory.join(inside.trim_start_matches('/'));

@@ -117,6 +117,9 @@ pub enum BaseSpec {
     /// An image: `registry/name:tag`, `oci:DIR[:TAG]`, `oci-archive:FILE`, `docker-archive:FILE`,
     /// or `scratch`.
     Image(String),
+    /// A template of the store, by name or digest. Its files and its process are the base; its
+    /// kernel, warm-up and checks are not.
+    Template(String),
     /// A Dockerfile, its build context being the recipe's directory.
     Dockerfile(DockerfileSpec),
     /// A distribution installed into an empty directory by its own tool.

@@ -5,8 +5,9 @@ use std::fs;
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -23,6 +24,10 @@ pub struct UserCgroup {
     next: AtomicU64,
     /// Groups of sessions that ended and left processes behind.
     leftovers: Mutex<Vec<PathBuf>>,
+    /// Somebody watches for the limit on processes.
+    watched: AtomicBool,
+    /// The limit was reached since it was set last.
+    reached: Arc<AtomicBool>,
 }
 
 /// One session's part of it.
@@ -45,7 +50,15 @@ impl UserCgroup {
         if !directory.join("cgroup.freeze").exists() {
             return Err(io::Error::other(format!("{} cannot be frozen", directory.display())));
         }
-        Ok(Self { directory, next: AtomicU64::new(0), leftovers: Mutex::default() })
+        // A kernel without the controller has no limits on processes; who asks for one is told.
+        let _ = fs::write(root.join("cgroup.subtree_control"), "+pids");
+        Ok(Self {
+            directory,
+            next: AtomicU64::new(0),
+            leftovers: Mutex::default(),
+            watched: AtomicBool::new(false),
+            reached: Arc::default(),
+        })
     }
 
     /// Makes a group for one session.
@@ -57,6 +70,36 @@ impl UserCgroup {
         let directory = self.directory.join(format!("session-{number}"));
         fs::create_dir(&directory)?;
         Ok(SessionCgroup { directory })
+    }
+
+    /// Lets user processes have so many processes and threads, and calls `tell` the first time
+    /// they want more.
+    ///
+    /// # Errors
+    /// The kernel has no such controller, or refused.
+    pub fn limit_processes(&self, most: Option<u32>, tell: fn()) -> io::Result<()> {
+        let value = most.map_or_else(|| "max".to_owned(), |most| most.to_string());
+        let events = self.directory.join("pids.events");
+        if most.is_some() && !self.watched.swap(true, Ordering::SeqCst) {
+            let mut file = fs::File::open(events)?;
+            let mut before = denied(&mut file)?;
+            let reached = Arc::clone(&self.reached);
+            let watch = move || -> io::Result<()> {
+                loop {
+                    poll(&mut [PollFd::new(&file, PollFlags::PRI)], None)?;
+                    let now = denied(&mut file)?;
+                    if now > before && !reached.swap(true, Ordering::SeqCst) {
+                        tell();
+                    }
+                    before = now;
+                }
+            };
+            let thread = thread::Builder::new().name("process limit".to_owned());
+            thread.stack_size(64 << 10).spawn(watch)?;
+        }
+        fs::write(self.directory.join("pids.max"), value)?;
+        self.reached.store(false, Ordering::SeqCst);
+        Ok(())
     }
 
     /// Stops all user processes and waits until they have.
@@ -111,6 +154,15 @@ impl UserCgroup {
         // Removing a group that still has processes fails, which is what is wanted here.
         leftovers.retain(|directory| fs::remove_dir(directory).is_err());
     }
+}
+
+/// How often the kernel has denied a process, from the beginning of `pids.events`. Reading it all
+/// re-arms its poll.
+fn denied(events: &mut fs::File) -> io::Result<u64> {
+    let mut text = String::new();
+    io::Seek::rewind(events)?;
+    events.read_to_string(&mut text)?;
+    Ok(text.lines().find_map(|line| line.strip_prefix("max ")?.parse().ok()).unwrap_or(0))
 }
 
 impl SessionCgroup {

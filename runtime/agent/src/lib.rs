@@ -42,4 +42,5 @@ pub mod step;
 pub mod streams;
 pub mod terminal;
 pub mod users;
+mod workspace;
 pub mod zero;

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -25,7 +26,7 @@ use crate::children::Children;
 use crate::connection::{Connection, failure};
 use crate::exec::Sessions;
 use crate::listen::Listener;
-use crate::{doorbell, environment, exec, files, fixup, quiesce, users};
+use crate::{doorbell, environment, exec, files, fixup, quiesce, users, workspace};
 
 /// How long a client may take to greet.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -79,6 +80,8 @@ pub struct State {
     pub instance_id: String,
     /// Fixups since the cold boot.
     pub fixups: u32,
+    /// Where the workspace is mounted.
+    pub workspace: Option<PathBuf>,
 }
 
 impl Agent {
@@ -172,6 +175,22 @@ impl Agent {
         rustix::fs::sync();
         Ok(())
     }
+}
+
+fn limit_processes(agent: &Agent, most: Option<u32>) -> Result<(), Failure> {
+    agent.must_own_machine()?;
+    let refused = |error: io::Error| {
+        let message = format!("user processes cannot be limited: {error}");
+        failure(FailureKind::System, message)
+    };
+    match &agent.options.cgroup {
+        Some(cgroup) => cgroup.limit_processes(most, tell_process_limit).map_err(refused),
+        None => Err(refused(io::Error::other("there is no user cgroup"))),
+    }
+}
+
+fn tell_process_limit() {
+    let _ = doorbell::ring(parbake_protocol::vmm::doorbell::PROCESS_LIMIT);
 }
 
 /// As `docker run` does with a WORKDIR that the image does not have.
@@ -274,6 +293,11 @@ fn talk(agent: &Agent, id: u64, mut client: Connection) -> Result<After, FrameEr
                 fixup::run(agent, *fixup, fixup::Env::Extend).map(Reply::Fixup)
             }
             Request::Thaw => fixup::thaw(agent).map(|()| Reply::Done),
+            Request::MountWorkspace { path } => {
+                workspace::mount(agent, &path).map(|()| Reply::Done)
+            }
+            Request::LimitProcesses(most) => limit_processes(agent, most).map(|()| Reply::Done),
+            Request::UnmountWorkspace => workspace::unmount(agent).map(|()| Reply::Done),
             Request::Quiesce(request) => {
                 let close = request.close_connections;
                 let report = quiesce::run(agent, id, &request);

@@ -7,40 +7,36 @@
 #![allow(missing_docs, unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use parbake_cache::template::MachineShape;
 use parbake_node::limits::Limits;
 use parbake_node::limits::cgroup::Cgroup;
-use parbake_node::monitor::Monitor;
-use parbake_node::network::{Egress, Lease, Pool, PoolOptions};
-use parbake_protocol::vmm::{Event, Jail, Net, Start, Tap, VERSION, VmmConfig};
+use parbake_node::network::{Egress, Pool, PoolOptions};
+use parbake_protocol::vmm::Net;
 
-const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
-const MEMORY_MIB: u32 = 128;
+#[path = "../tests/bare/mod.rs"]
+mod bare;
+use bare::{Bare, MAC, MEMORY_MIB};
+
+/// How many are made at once, for the figures of a crowd.
+const CROWD: usize = 50;
 
 fn main() {
-    let Some(vmm) = std::env::var_os("PARBAKE_VMM").map(PathBuf::from) else {
-        eprintln!("skipped: PARBAKE_VMM does not name a monitor");
-        return;
+    let vmm = match bare::available() {
+        Ok(vmm) => vmm,
+        Err(why) => {
+            eprintln!("skipped: {why}");
+            return;
+        }
     };
-    if File::options().read(true).write(true).open("/dev/kvm").is_err()
-        || !rustix::process::geteuid().is_root()
-    {
-        eprintln!("skipped: needs root and /dev/kvm");
-        return;
-    }
     let number = std::env::args().skip(1).find_map(|word| word.parse().ok());
     let runs: usize = number.unwrap_or(100);
     // SAFETY: this process has one thread.
     unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
         .expect("a network namespace");
     let directory = tempfile::tempdir().expect("directory");
-    let guest = assemble(directory.path());
-    let bench = Bench { vmm, directory: directory.path().to_owned(), guest };
+    let bench = Bare::new(vmm, directory.path());
     let none = bench.freeze("none", None);
     let with = bench.freeze("with", Some(Net { tap: None, mac: MAC }));
 
@@ -108,6 +104,52 @@ fn main() {
         let running = bench.restore(&with, Some(&lease), group.as_ref());
         note("create.network_and_cgroup_ms", begun);
         running.quit();
+
+        settle();
+        let mut parent = bench.restore(&none, None, None);
+        let (copy, fork) = bench.fork(&mut parent, &none, &format!("fork-{run}"));
+        if run >= 5 {
+            let mut stage = |name, from: Duration, to: Duration| {
+                let value = to.saturating_sub(from).as_secs_f64() * 1000.0;
+                samples.entry(name).or_default().push(value);
+            };
+            stage("fork.pause_ms", Duration::ZERO, fork.paused);
+            stage("fork.write_ms", fork.paused, fork.written);
+            stage("fork.resume_ms", fork.written, fork.resumed);
+            stage("fork.copy_ms", fork.resumed, fork.total);
+            stage("fork.total_ms", Duration::ZERO, fork.total);
+        }
+        copy.quit();
+        parent.quit();
+    }
+
+    // As many at once as a busy node sees, each with everything.
+    let crowd = Pool::new(PoolOptions { ready: CROWD, ..PoolOptions::default() }).expect("pool");
+    for _ in 0..runs.div_ceil(20) {
+        while crowd.status().ready < CROWD {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        settle();
+        let one = |number: usize| {
+            let begun = Instant::now();
+            let name = format!("crowd-{number}");
+            let group = Cgroup::create(&name, &shares).ok();
+            let lease = crowd.take(&name, &egress, None).expect("lease");
+            let running = bench.restore(&with, Some(&lease), group.as_ref());
+            let took = begun.elapsed().as_secs_f64() * 1000.0;
+            (took, running, lease, group)
+        };
+        let made: Vec<_> = std::thread::scope(|scope| {
+            let one = &one;
+            let threads: Vec<_> =
+                (0..CROWD).map(|number| scope.spawn(move || one(number))).collect();
+            threads.into_iter().map(|thread| thread.join().expect("create")).collect()
+        });
+        for (took, running, lease, group) in made {
+            samples.entry("create.network_and_cgroup_50_at_once_ms").or_default().push(took);
+            running.quit();
+            drop((lease, group));
+        }
     }
     let mut out = serde_json::Map::new();
     for (name, mut values) in samples {
@@ -121,99 +163,7 @@ fn main() {
     println!("{}", serde_json::to_string_pretty(&out).expect("JSON"));
 }
 
-fn assemble(directory: &Path) -> PathBuf {
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/guests");
-    let out = directory.join("guest");
-    let status = Command::new("cc")
-        .current_dir(sources)
-        .args(["-nostdlib", "-static", "-no-pie", "-Wl,--build-id=none", "-Wl,-z,noexecstack"])
-        .args(["-Wl,--no-warn-rwx-segments", "-I.", "-T", "guest.ld", "-o"])
-        .arg(&out)
-        .arg("ticker.S")
-        .status()
-        .expect("cc (package gcc) assembles the guest");
-    assert!(status.success());
-    out
-}
-
-struct Bench {
-    vmm: PathBuf,
-    directory: PathBuf,
-    guest: PathBuf,
-}
-
-impl Bench {
-    fn start(&self, config: &VmmConfig, lease: Option<&Lease>, group: Option<&Cgroup>) -> Monitor {
-        let log = self.directory.join("log");
-        let tap = lease.map(Lease::tap);
-        Monitor::spawn(&self.vmm, config, &log, None, tap, group).expect("monitor")
-    }
-
-    fn freeze(&self, name: &str, net: Option<Net>) -> VmmConfig {
-        let mut config = VmmConfig {
-            version: VERSION,
-            vcpus: 1,
-            memory_mib: MEMORY_MIB,
-            start: Start::Boot {
-                kernel: self.guest.clone(),
-                initramfs: None,
-                cmdline: String::new(),
-            },
-            disks: vec![],
-            vsock: None,
-            net,
-            rng: false,
-            console: None,
-            console_limit: 1 << 20,
-            lifetime_ms: None,
-            control: None,
-            jail: Jail::default(),
-            filling: None,
-        };
-        let mut monitor = self.start(&config, None, None);
-        doorbell(&mut monitor);
-        doorbell(&mut monitor);
-        monitor.pause().expect("pause");
-        let path = |what: &str| self.directory.join(format!("{name}-{what}"));
-        let create = |what: &str| File::create_new(path(what)).expect("file");
-        monitor.snapshot(&create("state"), &create("memory"), &[]).expect("snapshot");
-        monitor.quit();
-        config.start = Start::Restore {
-            state: path("state"),
-            memory: path("memory"),
-            generation_id: [7; 16],
-            paused: false,
-        };
-        config
-    }
-
-    /// To the first output of the restored guest. Ending it is not part of a create.
-    fn restore(
-        &self,
-        config: &VmmConfig,
-        lease: Option<&Lease>,
-        group: Option<&Cgroup>,
-    ) -> Monitor {
-        let mut config = config.clone();
-        if lease.is_some() {
-            config.net = Some(Net { tap: Some(Tap::Passed), mac: MAC });
-        }
-        let mut monitor = self.start(&config, lease, group);
-        doorbell(&mut monitor);
-        monitor
-    }
-}
-
 /// What the kernel takes apart after one variant must not be the next one's cost.
 fn settle() {
     std::thread::sleep(Duration::from_millis(80));
-}
-
-fn doorbell(monitor: &mut Monitor) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    loop {
-        if let Event::Doorbell { .. } = monitor.next_event(deadline).expect("event") {
-            return;
-        }
-    }
 }

@@ -230,7 +230,8 @@ impl Monitor {
         self.simple("resume", &Request::Resume)
     }
 
-    /// Writes the paused machine into `state`, `memory` and one file per disk.
+    /// Writes the paused machine into `state`, `memory` and one file per disk; with `difference`,
+    /// of its memory only what differs from the image it was restored from, if it was.
     ///
     /// # Errors
     /// [`MonitorError::Refused`] or a failed channel; the files are then incomplete.
@@ -239,11 +240,12 @@ impl Monitor {
         state: &File,
         memory: &File,
         disks: &[File],
+        difference: bool,
     ) -> Result<SnapshotReport, MonitorError> {
         let mut files = vec![state.as_fd(), memory.as_fd()];
         files.extend(disks.iter().map(AsFd::as_fd));
         let count = u32::try_from(files.len()).unwrap_or(u32::MAX);
-        let request = Request::Snapshot(SnapshotFiles { files: count });
+        let request = Request::Snapshot(SnapshotFiles { files: count, difference });
         match self.request("snapshot", &request, &files, SNAPSHOT_TIMEOUT)? {
             Reply::Snapshot(report) => Ok(report),
             other => Err(MonitorError::Protocol(format!("{other:?} after a snapshot request"))),

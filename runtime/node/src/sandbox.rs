@@ -37,6 +37,7 @@ use parbake_protocol::vmm::{
 use crate::event::{EventKind, EventSender, SandboxEvent};
 use crate::filling::{Fill, Filler};
 use crate::limits::cgroup::Cgroup;
+use crate::limits::stall::StallWatch;
 use crate::limits::{CgroupError, CgroupPolicy, Limit, LimitHit, Limits};
 use crate::monitor::{Monitor, MonitorError, log_tail};
 use crate::network::pool::{GATEWAY, GUEST, GUEST_MAC, PREFIX};
@@ -44,6 +45,7 @@ use crate::network::{Egress, EgressCounts, Lease, NetworkError, Pool, PoolOption
 use crate::pager;
 use crate::programs::{self, ProgramMissing};
 use crate::rundir::{self, RunDir};
+use crate::workspace::Workspace;
 
 /// A guest's context id on its own socket device; each sandbox has a device of its own, so all
 /// can have the same.
@@ -148,6 +150,8 @@ pub struct RestoreFiles {
     pub state: PathBuf,
     /// Guest memory.
     pub memory: PathBuf,
+    /// Pages that are laid over it: those of [`Extent::Difference`].
+    pub difference: Option<PathBuf>,
     /// The disk's part of the snapshot.
     pub disk: PathBuf,
     /// The root filesystem.
@@ -182,6 +186,8 @@ pub struct SandboxOptions {
     /// The sandbox outlives this process, in a directory of its own below this one, from which
     /// [`Sandbox::adopt`] takes it over. Absent: it ends with this process.
     pub outlive: Option<PathBuf>,
+    /// A volume that outlives it.
+    pub workspace: Option<Workspace>,
     /// The sandbox continues the run that was frozen: the environment of that run stays.
     pub continues: bool,
 }
@@ -201,6 +207,7 @@ impl Default for SandboxOptions {
             cancelled: None,
             id: None,
             outlive: None,
+            workspace: None,
             continues: false,
         }
     }
@@ -226,6 +233,8 @@ pub struct Sandbox {
     monitor: Monitor,
     first: Option<Client<UnixStream>>,
     lease: Option<Lease>,
+    /// Of a machine with a memory limit of its own.
+    stall: Option<StallWatch>,
     cgroup: Option<Cgroup>,
     _filler: Option<Filler>,
     rundir: RunDir,
@@ -235,6 +244,8 @@ pub struct Sandbox {
     hits: Vec<LimitHit>,
     timings: Timings,
     fixup: Option<FixupReport>,
+    /// A workspace is mounted.
+    has_workspace: bool,
 }
 
 impl Sandbox {
@@ -274,6 +285,7 @@ impl Sandbox {
         sandbox.timings.ready = begun.elapsed();
         let mut client = sandbox.connect()?;
         client.configure(guest_config(process)).map_err(SandboxError::Agent)?;
+        sandbox.limit_processes(&mut client, options)?;
         if sandbox.lease.is_some() {
             // The only message that brings an interface up. The rest of it does no harm.
             let report = client.fixup(sandbox.identity(options)?).map_err(SandboxError::Agent)?;
@@ -281,6 +293,7 @@ impl Sandbox {
                 return Err(SandboxError::Fixup(report.items));
             }
         }
+        sandbox.attach(&mut client, options)?;
         sandbox.first = Some(client);
         Ok(sandbox)
     }
@@ -311,6 +324,7 @@ impl Sandbox {
         let start = Start::Restore {
             state: files.state.clone(),
             memory: files.memory.clone(),
+            difference: files.difference.clone(),
             generation_id: random()?,
             paused: false,
         };
@@ -325,6 +339,8 @@ impl Sandbox {
         let mut sandbox = Self::spawn(start, shape, vec![disk], options, fill)?;
         sandbox.wait_started(begun, options)?;
         let mut client = sandbox.connect()?;
+        // Before user processes run.
+        sandbox.limit_processes(&mut client, options)?;
         let fixup = sandbox.identity(options)?;
         let report = match options.continues {
             true => client.fixup_keeping_env(fixup),
@@ -334,10 +350,62 @@ impl Sandbox {
         if !report.complete() {
             return Err(SandboxError::Fixup(report.items));
         }
+        sandbox.attach(&mut client, options)?;
         sandbox.timings.ready = begun.elapsed();
         sandbox.fixup = Some(report);
         sandbox.first = Some(client);
         Ok(sandbox)
+    }
+
+    fn limit_processes(
+        &mut self,
+        client: &mut Client<UnixStream>,
+        options: &SandboxOptions,
+    ) -> Result<(), SandboxError> {
+        if options.limits.guest_processes.is_some() {
+            let limited = client.limit_processes(options.limits.guest_processes);
+            limited.map_err(|error| self.blame(error))?;
+        }
+        Ok(())
+    }
+
+    /// Has the guest mount its workspace.
+    fn attach(
+        &mut self,
+        client: &mut Client<UnixStream>,
+        options: &SandboxOptions,
+    ) -> Result<(), SandboxError> {
+        if let Some(workspace) = &options.workspace {
+            let mounted = client.mount_workspace(&workspace.path);
+            mounted.map_err(|error| self.blame(error))?;
+            self.has_workspace = true;
+        }
+        Ok(())
+    }
+
+    /// Ends all user processes and has the guest write its workspace and take it off, if it has
+    /// one. To be called before the sandbox is dropped; without, a journal is replayed next time,
+    /// and what was not written yet is lost.
+    ///
+    /// # Errors
+    /// See [`SandboxError`]; the sandbox can only be dropped then.
+    pub fn release_workspace(&mut self) -> Result<(), SandboxError> {
+        if !std::mem::take(&mut self.has_workspace) {
+            return Ok(());
+        }
+        let mut client = self.connect()?;
+        client.unmount_workspace().map_err(|error| self.blame(error))
+    }
+
+    /// Whether a workspace is mounted in it.
+    #[must_use]
+    pub fn has_workspace(&self) -> bool {
+        self.has_workspace
+    }
+
+    /// Says of an adopted sandbox that a workspace is mounted in it.
+    pub fn adopt_workspace(&mut self) {
+        self.has_workspace = true;
     }
 
     /// What makes the machine its own.
@@ -406,6 +474,10 @@ impl Sandbox {
             // Always there, so that every snapshot can be given a network.
             net: Some(Net { tap, mac: GUEST_MAC }),
             rng: true,
+            // The same.
+            workspace: Some(vmm::Workspace {
+                file: options.workspace.as_ref().map(|workspace| workspace.file.clone()),
+            }),
             console: Some(rundir.console()),
             console_limit: 4 << 20,
             lifetime_ms: lifetime.map(|life| u64::try_from(life.as_millis()).unwrap_or(u64::MAX)),
@@ -418,12 +490,16 @@ impl Sandbox {
         let tap = lease.as_ref().map(Lease::tap);
         let log = rundir.monitor_log();
         let monitor = Monitor::spawn(&program, &config, &log, lock, tap, cgroup.as_ref())?;
+        // With what a machine of its shape can need, it never waits.
+        let limited = cgroup.as_ref().filter(|_| options.limits.memory_bytes.is_some());
+        let stall = limited.and_then(Cgroup::unified).and_then(StallWatch::start);
         let timings = Timings { jail: layer.into_iter().collect(), ..Timings::default() };
         let events = options.events.clone();
         Ok(Self {
             monitor,
             first: None,
             lease,
+            stall,
             cgroup,
             _filler: filler,
             rundir,
@@ -432,6 +508,7 @@ impl Sandbox {
             hits: Vec::new(),
             timings,
             fixup: None,
+            has_workspace: false,
         })
     }
 
@@ -452,6 +529,7 @@ impl Sandbox {
             monitor,
             first: None,
             lease: None,
+            stall: None,
             cgroup,
             _filler: None,
             rundir,
@@ -460,6 +538,7 @@ impl Sandbox {
             hits: Vec::new(),
             timings,
             fixup: None,
+            has_workspace: false,
         })
     }
 
@@ -480,6 +559,12 @@ impl Sandbox {
         }
         self.events = events;
         Ok(())
+    }
+
+    /// Goes on ending an adopted sandbox that cannot live on its memory limit.
+    pub fn adopt_memory_limit(&mut self) {
+        let directory = self.cgroup.as_ref().and_then(Cgroup::unified);
+        self.stall = directory.and_then(StallWatch::start);
     }
 
     /// Lets go of a sandbox that was made to outlive this process.
@@ -503,7 +588,7 @@ impl Sandbox {
         if let Some(group) = &self.cgroup {
             let (kills, denied, throttled) =
                 (group.memory_kills(), group.pids_denied(), group.throttled());
-            if kills > 0 {
+            if kills > 0 && !self.stall.as_ref().is_some_and(StallWatch::ended) {
                 self.hit(Limit::Memory, "it needed more host memory than it may have");
             }
             if denied > 0 {
@@ -607,6 +692,10 @@ impl Sandbox {
                 );
                 Ok(event)
             }
+            Event::Doorbell { value: doorbell::PROCESS_LIMIT } => {
+                self.hit(Limit::GuestProcesses, "it has as many processes as it may have");
+                Ok(event)
+            }
             Event::Stopped { reason: StopReason::Expired, .. } => {
                 self.hit(Limit::Lifetime, "its lifetime is over");
                 Err(self.limit(Limit::Lifetime))
@@ -628,6 +717,14 @@ impl Sandbox {
 
     /// Why a monitor that is gone is gone, as far as its group knows.
     fn gone(&mut self, error: MonitorError) -> SandboxError {
+        let stalled = self.stall.as_ref().is_some_and(StallWatch::ended);
+        if matches!(error, MonitorError::Died { .. }) && stalled {
+            self.hit(
+                Limit::Memory,
+                "it waited for memory most of the time: it touches more than it may have",
+            );
+            return self.limit(Limit::Memory);
+        }
         let killed = self.cgroup.as_ref().is_some_and(|group| group.memory_kills() > 0);
         if matches!(error, MonitorError::Died { .. }) && killed {
             self.hit(Limit::Memory, "it needed more host memory than it may have");
@@ -759,18 +856,20 @@ impl Sandbox {
             zero_free_memory: (!memory.keep_free_memory).then(ZeroFill::default),
             close_connections: true,
         };
-        self.write_frozen(files, request)
+        self.write_frozen(files, Extent::Whole, request)
     }
 
     /// Freezes the machine as it is, as quickly as may be, and writes it into `files`: user
     /// processes stopped where they are, connections closed. The machine stands still until
-    /// [`Sandbox::thaw`]. Running commands are ended if `end_sessions`, else a failure.
+    /// [`Sandbox::thaw`]. Running commands are ended if `end_sessions`, else a failure. Whether
+    /// the memory is whole, [`SnapshotReport::difference`] says.
     ///
     /// # Errors
     /// See [`SandboxError`]; the files are then incomplete, and the machine may stand still.
     pub fn suspend(
         &mut self,
         files: &FreezeFiles,
+        extent: Extent,
         end_sessions: bool,
     ) -> Result<Frozen, SandboxError> {
         let request = QuiesceRequest {
@@ -782,7 +881,7 @@ impl Sandbox {
             zero_free_memory: None,
             close_connections: true,
         };
-        self.write_frozen(files, request)
+        self.write_frozen(files, extent, request)
     }
 
     /// Lets a machine go on that stands still after [`Sandbox::suspend`], or after one that failed.
@@ -799,6 +898,7 @@ impl Sandbox {
     fn write_frozen(
         &mut self,
         files: &FreezeFiles,
+        extent: Extent,
         request: QuiesceRequest,
     ) -> Result<Frozen, SandboxError> {
         let begun = Instant::now();
@@ -810,13 +910,25 @@ impl Sandbox {
         }
         let quiesced = begun.elapsed();
         self.monitor.pause()?;
+        let paused = begun.elapsed();
         let snapshot = self.monitor.snapshot(
             &files.state,
             &files.memory,
             std::slice::from_ref(&files.disk),
+            extent == Extent::Difference,
         )?;
-        Ok(Frozen { snapshot, report, quiesced, total: begun.elapsed() })
+        Ok(Frozen { snapshot, report, quiesced, paused, total: begun.elapsed() })
     }
+}
+
+/// How much of a machine's memory is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// All that is not zero: for another host, another time.
+    Whole,
+    /// What differs from the image it was restored from, which a copy needs besides. All, if it
+    /// was not restored, or from an image that was still filling up.
+    Difference,
 }
 
 /// What becomes of memory nobody uses at the freeze.
@@ -861,6 +973,8 @@ pub struct Frozen {
     pub report: QuiesceReport,
     /// How long the agent took.
     pub quiesced: Duration,
+    /// When the machine stood still, counted from the beginning.
+    pub paused: Duration,
     /// How long everything took.
     pub total: Duration,
 }

@@ -116,6 +116,7 @@ impl Template {
         Ok(RestoreFiles {
             state: store.path(&snapshot.state.digest)?,
             memory: store.path(&snapshot.memory.digest)?,
+            difference: None,
             disk: store.path(&snapshot.disk.digest)?,
             rootfs: store.path(&self.manifest.rootfs.digest)?,
         })

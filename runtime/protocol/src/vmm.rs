@@ -20,6 +20,9 @@ pub const VERSION: u32 = 1;
 /// The longest line either side accepts, in bytes.
 pub const MAX_LINE: usize = 1 << 20;
 
+/// What the guest reads as the serial number of the disk in the workspace's slot.
+pub const WORKSPACE_ID: &str = "parbake-workspace";
+
 /// The I/O port of the doorbell: a 32-bit `OUT` there raises [`Event::Doorbell`] with its value.
 pub const DOORBELL_PORT: u16 = 0x5042;
 
@@ -36,6 +39,8 @@ pub mod doorbell {
     pub const POWER_OFF: u32 = 2;
     /// The agent could not bring the guest up; the console log says why.
     pub const BOOT_FAILED: u32 = 3;
+    /// User processes wanted more processes than they may have; once for each limit that is set.
+    pub const PROCESS_LIMIT: u32 = 4;
     /// First value that bare guests and tests may use freely.
     pub const USER: u32 = 0x1000;
 }
@@ -64,6 +69,9 @@ pub struct VmmConfig {
     /// An entropy device.
     #[serde(default)]
     pub rng: bool,
+    /// A slot for a volume that outlives the machine, behind all other devices.
+    #[serde(default)]
+    pub workspace: Option<Workspace>,
     /// Where the serial console's output goes; absent: nowhere.
     #[serde(default)]
     pub console: Option<PathBuf>,
@@ -121,6 +129,9 @@ pub enum Start {
         state: PathBuf,
         /// The memory image, mapped privately.
         memory: PathBuf,
+        /// Pages to lay over it: what [`SnapshotFiles::difference`] asked for. The state says which.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        difference: Option<PathBuf>,
         /// A fresh VM generation identifier.
         generation_id: [u8; 16],
         /// Leave the vCPUs stopped until [`Request::Resume`].
@@ -150,6 +161,17 @@ pub struct Disk {
     /// The most bytes the guest may write to the private overlay; 0: no limit.
     #[serde(default)]
     pub write_limit: u64,
+}
+
+/// A virtio block device for a volume that is no part of the machine, and so of no snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Workspace {
+    /// The volume, read and written in place, and locked for as long as the monitor lives. Without
+    /// one the device has no sectors, and a frozen machine that has no such device is restored all
+    /// the same; with one, a frozen machine is told of the new size.
+    #[serde(default)]
+    pub file: Option<PathBuf>,
 }
 
 /// A virtio socket device with the unix-socket convention: a host client connects to `socket`,
@@ -232,6 +254,10 @@ pub enum Request {
 pub struct SnapshotFiles {
     /// How many descriptors come along: 2 and one per disk.
     pub files: u32,
+    /// Of memory only the pages that may differ from the image this machine was restored from,
+    /// if it was; [`SnapshotReport::difference`] says. For copies on this host.
+    #[serde(default)]
+    pub difference: bool,
 }
 
 /// What the monitor says.
@@ -267,8 +293,11 @@ pub enum Reply {
 pub struct SnapshotReport {
     /// Size of the state file in bytes.
     pub state_bytes: u64,
-    /// Bytes of memory that are not zero.
+    /// Bytes of memory that are not zero, and were written.
     pub memory_data_bytes: u64,
+    /// The memory is what differs from the image the machine was restored from, not whole.
+    #[serde(default)]
+    pub difference: bool,
     /// Bytes of each disk's overlay.
     pub overlay_data_bytes: Vec<u64>,
     /// 1 for a snapshot of a cold-booted machine, n+1 for one of a restored generation n.
@@ -326,7 +355,7 @@ pub enum Event {
     },
     /// The guest could not be started; the monitor exits next.
     Failed {
-        /// A stable word: `config`, `kvm`, `kernel`, `memory`, `state`, `disk`, `jail`,
+        /// A stable word: `config`, `kvm`, `kernel`, `memory`, `state`, `disk`, `workspace`, `jail`,
         /// `device`, or `mismatch`: the state is sound but not of this machine or this host.
         kind: String,
         /// For people.

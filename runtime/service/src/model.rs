@@ -48,6 +48,24 @@ pub struct CreateRequest {
     /// What it may use of the host.
     #[serde(default)]
     pub limits: Limits,
+    /// A volume that outlives it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace: Option<WorkspaceRequest>,
+}
+
+/// A volume that outlives sandboxes, for one at a time. Removing the sandbox ends its commands,
+/// writes the volume and takes it off.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct WorkspaceRequest {
+    /// Its name: up to 64 letters, digits, `-`, `_` and `.`. It is made when there is none.
+    pub name: String,
+    /// Bytes of a new one; absent: 1 GiB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size_bytes: Option<u64>,
+    /// Where it is in the guest; absent: `/workspace`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
 }
 
 /// What a sandbox may use of the host. Whatever is absent follows from its machine's shape.
@@ -63,6 +81,9 @@ pub struct Limits {
     /// Share of the disks' time against other sandboxes, 1 to 10000.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub io_weight: Option<u16>,
+    /// Processes and threads it may have inside.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub processes: Option<u32>,
     /// Bytes it may write to its disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_bytes: Option<u64>,

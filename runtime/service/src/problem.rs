@@ -222,6 +222,9 @@ impl From<SandboxError> for Problem {
                 return Self::because(Kind::NotBaked, &error)
                     .hint("`parbake bake TEMPLATE` on this host makes a snapshot that fits");
             }
+            SandboxError::Monitor(MonitorError::Failed { kind, .. }) if kind == "workspace" => {
+                Kind::WrongState
+            }
             SandboxError::Monitor(MonitorError::Timeout(_)) => Kind::GuestUnresponsive,
             SandboxError::Monitor(MonitorError::Died { .. }) => Kind::GuestGone,
             SandboxError::RunDir { source, .. } if out_of_space(source) => Kind::NoSpace,

@@ -51,6 +51,9 @@ pub struct Record {
     pub egress: Vec<String>,
     /// What it may use.
     pub limits: Limits,
+    /// The name of its workspace.
+    #[serde(default)]
+    pub workspace: Option<String>,
     /// The idempotency key of the request that made it, and the request's digest.
     pub request: Option<(String, Digest)>,
 }
@@ -73,6 +76,7 @@ impl Record {
             labels: BTreeMap::new(),
             egress: Vec::new(),
             limits: Limits::default(),
+            workspace: None,
             request: None,
         }
     }

@@ -430,6 +430,7 @@ fn leave_sandbox(world: &World, bare: &(PathBuf, PathBuf), id: &str) -> Child {
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
     let config = VmmConfig {
         filling: None,
+        workspace: None,
         version: VERSION,
         vcpus: 1,
         memory_mib: 16,

@@ -31,6 +31,9 @@ pub enum Failure {
     /// A disk.
     #[error("disk: {0}")]
     Disk(String),
+    /// The volume that outlives the machine.
+    #[error("{0}")]
+    Workspace(String),
     /// A required isolation layer cannot be had.
     #[error("jail: {0}")]
     Jail(String),
@@ -58,6 +61,7 @@ impl Failure {
             Self::State(crate::snapshot::StateError::Mismatch(_)) => "mismatch",
             Self::State(_) => "state",
             Self::Disk(_) => "disk",
+            Self::Workspace(_) => "workspace",
             Self::Jail(_) => "jail",
             Self::Device(_) => "device",
         }

@@ -29,6 +29,7 @@ use crate::error::{Failure, HostContext, KvmContext};
 use crate::filling::Filling;
 use crate::layout;
 use crate::ports::Ports;
+use crate::snapshot::difference::Run;
 use crate::snapshot::residency::Residency;
 use crate::snapshot::state::{
     Contract, MachineState, STATE_VERSION, Shape, VIRTIO, feature_words, from_bytes, to_bytes,
@@ -64,7 +65,7 @@ impl Stages {
 
 /// The virtio devices behind their windows.
 pub struct Devices {
-    /// In window order: disks, vsock, net, rng.
+    /// In window order: disks, vsock, net, rng, workspace.
     pub all: Vec<Mutex<MmioTransport>>,
     /// How many of the first are disks.
     pub disks: usize,
@@ -160,12 +161,14 @@ pub fn open(
             stages.mark("open");
             cold(config, tap, events, console, (kernel, initramfs, cmdline), stages)
         }
-        Start::Restore { state, memory, generation_id, paused } => {
+        Start::Restore { state, memory, difference, generation_id, paused } => {
             let state = read_state(state)?;
             let image = open_for_reading(memory).map_err(Failure::Memory)?;
+            let difference =
+                difference.as_deref().map(open_for_reading).transpose().map_err(Failure::Memory)?;
             stages.mark("state");
             let config = fitting(config, &state.shape)?;
-            let frozen = (state, &image, *generation_id);
+            let frozen = (state, &image, difference.as_ref(), *generation_id);
             let mut machine = thaw(&config, tap, events, console, frozen, stages)?;
             machine.paused = *paused;
             Ok(machine)
@@ -173,23 +176,31 @@ pub fn open(
     }
 }
 
-/// The configuration without a network device that leads nowhere, for a machine that was frozen
-/// without one.
+/// The configuration without a network device that leads nowhere and without an empty slot, for a
+/// machine that was frozen without them.
 fn fitting<'a>(config: &'a VmmConfig, frozen: &Shape) -> Result<Cow<'a, VmmConfig>, Failure> {
-    match &config.net {
-        Some(net) if frozen.devices.iter().all(|kind| kind != "net") => {
-            if net.tap.is_some() {
-                return Err(StateError::Mismatch(
-                    "it was taken of a machine without a network device; bake the template anew to \
-                     give its sandboxes a network"
-                        .into(),
-                )
-                .into());
-            }
-            Ok(Cow::Owned(VmmConfig { net: None, ..config.clone() }))
+    let lacks = |wanted: &str| frozen.devices.iter().all(|kind| kind != wanted);
+    let refuse = |what: &str, wish: &str| {
+        Err(StateError::Mismatch(format!(
+            "it was taken of a machine without {what}; bake the template anew to give its \
+             sandboxes {wish}"
+        ))
+        .into())
+    };
+    let mut fitting = Cow::Borrowed(config);
+    if let Some(net) = config.net.as_ref().filter(|_| lacks("net")) {
+        if net.tap.is_some() {
+            return refuse("a network device", "a network");
         }
-        _ => Ok(Cow::Borrowed(config)),
+        fitting.to_mut().net = None;
     }
+    if let Some(workspace) = config.workspace.as_ref().filter(|_| lacks("workspace")) {
+        if workspace.file.is_some() {
+            return refuse("a slot for a workspace", "one");
+        }
+        fitting.to_mut().workspace = None;
+    }
+    Ok(fitting)
 }
 
 fn check(config: &VmmConfig) -> Result<(), Failure> {
@@ -228,6 +239,7 @@ fn kinds(config: &VmmConfig) -> Vec<String> {
     if config.rng {
         kinds.push("rng".into());
     }
+    kinds.extend(config.workspace.iter().map(|_| "workspace".to_owned()));
     kinds
 }
 
@@ -332,6 +344,12 @@ fn open_devices(
     if config.rng {
         devices.push(Box::new(Rng::new()));
     }
+    if let Some(workspace) = &config.workspace {
+        let volume = Block::open_volume(workspace.file.as_deref());
+        let mut volume = volume.map_err(|e| Failure::Workspace(e.to_string()))?;
+        volume.set_id(protocol::WORKSPACE_ID);
+        devices.push(Box::new(volume));
+    }
     Ok(devices)
 }
 
@@ -396,7 +414,7 @@ fn cold(
             shape: shape(config, 0),
             contract: None,
             xsave_words,
-            residency: Residency::open(None),
+            residency: Residency::open(None, Vec::new()),
             _generation_event: generation_event,
         },
         paused: false,
@@ -445,7 +463,7 @@ fn thaw(
     tap: Option<OwnedFd>,
     events: &Arc<Events>,
     console: Option<File>,
-    (state, image, generation_id): (MachineState, &File, [u8; 16]),
+    (state, image, difference, generation_id): (MachineState, &File, Option<&File>, [u8; 16]),
     stages: &mut Stages,
 ) -> Result<Machine, Failure> {
     let shape = shape(config, state.shape.generation);
@@ -462,8 +480,23 @@ fn thaw(
         }
         _ => memory::private_image(config.memory_mib, image)?,
     };
+    let laid_over = match (&state.difference, difference) {
+        (None, None) => Vec::new(),
+        (Some(runs), Some(file)) if !filled => {
+            memory::lay_over(config.memory_mib, &memory, file, runs)?;
+            runs.clone()
+        }
+        _ => {
+            return Err(StateError::Mismatch(
+                "its state and the configuration do not agree on whether its memory is whole or \
+                 changed pages to lay over an image that is all there"
+                    .into(),
+            )
+            .into());
+        }
+    };
     // Of memory that is filled from elsewhere, what was not touched is not zero.
-    let residency = if filled { None } else { Residency::open(Some(image)) };
+    let residency = if filled { None } else { Residency::open(Some(image), laid_over) };
     stages.mark("memory");
 
     let kvm = open_kvm()?;
@@ -565,12 +598,27 @@ impl Frozen {
             clock,
             serial: shared.ports.save(),
             devices: saved_devices,
+            difference: None,
         })
     }
 
-    /// Writes guest memory; returns how many bytes were not zero.
-    pub fn write_memory(&self, image: &File) -> std::io::Result<u64> {
-        memory::write_image(&self.memory, self.residency.as_ref(), image)
+    /// Writes guest memory; returns how many bytes were not zero. With `differing`, and if this
+    /// machine was restored from a whole image, only what differs from it, and which pages do.
+    pub fn write_memory(
+        &self,
+        differing: bool,
+        image: &File,
+    ) -> std::io::Result<(u64, Option<Vec<Run>>)> {
+        match &self.residency {
+            Some(residency) if differing && residency.has_image() => {
+                let (written, runs) = memory::write_difference(&self.memory, residency, image)?;
+                Ok((written, Some(runs)))
+            }
+            residency => {
+                let written = memory::write_image(&self.memory, residency.as_ref(), image)?;
+                Ok((written, None))
+            }
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use vm_memory::{
 
 use crate::error::{Failure, KvmContext};
 use crate::layout;
+use crate::snapshot::difference::{self, Run};
 use crate::snapshot::residency::Residency;
 
 /// Size of a guest page in bytes.
@@ -47,6 +48,67 @@ pub fn to_be_filled(memory_mib: u32, image: &File) -> Result<GuestMemoryMmap, Fa
 pub fn private_image(memory_mib: u32, image: &File) -> Result<GuestMemoryMmap, Failure> {
     check_size(memory_mib, image)?;
     build(memory_mib, Some(image), false)
+}
+
+/// Lays the pages of a difference over a private view of the image it differs from: privately,
+/// too, so that copies share what they do not write to. Short runs are read instead of mapped:
+/// there are only so many mappings, and each costs as much as reading a few pages.
+pub fn lay_over(
+    memory_mib: u32,
+    memory: &GuestMemoryMmap,
+    file: &File,
+    runs: &[Run],
+) -> Result<(), Failure> {
+    /// A quarter of what Linux allows a process (`vm.max_map_count`).
+    const MAPPINGS_MAX: usize = 16 << 10;
+    check_size(memory_mib, file)?;
+    let mut mapped_from = 16;
+    while runs.iter().filter(|run| run.count >= mapped_from).count() > MAPPINGS_MAX {
+        mapped_from *= 2;
+    }
+    let mut base = 0u64;
+    for region in memory.iter() {
+        let pages = region.len() / PAGE as u64;
+        for run in runs {
+            // The run's part in this region; it may cross into the next one.
+            let first = run.first.max(base);
+            let last = (run.first + run.count).min(base + pages);
+            if first < last {
+                let at = usize::try_from((first - base) * PAGE as u64)
+                    .map_err(|_| Failure::Memory("a page beyond the address space".into()))?;
+                let place = region.as_ptr().wrapping_add(at);
+                lay_run(file, first, last - first, place, last - first >= mapped_from)?;
+            }
+        }
+        base += pages;
+    }
+    Ok(())
+}
+
+/// Puts `count` pages of `file`, from page `first` on, at `place`.
+fn lay_run(file: &File, first: u64, count: u64, place: *mut u8, map: bool) -> Result<(), Failure> {
+    let failed = |e: std::io::Error| Failure::Memory(format!("changed pages: {e}"));
+    let (offset, length) = (first * PAGE as u64, count as usize * PAGE);
+    if !map {
+        // SAFETY: the caller gives a place inside of a mapping that is `length` bytes long at
+        // least and that nothing else uses before the machine is complete.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(place, length) };
+        return file.read_exact_at(bytes, offset).map_err(failed);
+    }
+    let offset = libc::off_t::try_from(offset)
+        .map_err(|_| Failure::Memory(format!("offset {offset} exceeds what files have")))?;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    // SAFETY: replaces a part of guest memory, page by page and with the same protection, before
+    // anything uses it; as before, it goes with the process.
+    let mapped =
+        unsafe { libc::mmap(place.cast(), length, protection, flags, file.as_raw_fd(), offset) };
+    if mapped == libc::MAP_FAILED {
+        return Err(failed(std::io::Error::last_os_error()));
+    }
+    // SAFETY: the range is the mapping just made; the advice only changes what core dumps hold.
+    unsafe { libc::madvise(mapped, length, libc::MADV_DONTDUMP) };
+    Ok(())
 }
 
 fn check_size(memory_mib: u32, image: &File) -> Result<(), Failure> {
@@ -158,20 +220,51 @@ pub fn write_image(
     residency: Option<&Residency>,
     image: &File,
 ) -> std::io::Result<u64> {
+    write_pages(memory, image, |address, length, base| {
+        residency.and_then(|known| known.of(address, length, base).ok())
+    })
+}
+
+/// The same for the pages that differ from the image the memory is a private view of; which.
+pub fn write_difference(
+    memory: &GuestMemoryMmap,
+    residency: &Residency,
+    file: &File,
+) -> std::io::Result<(u64, Vec<Run>)> {
+    let mut maps = Vec::new();
+    let (mut runs, mut base) = (Vec::new(), 0u64);
+    for region in memory.iter() {
+        let map = residency.differing(region.as_ptr() as usize, region.size(), base)?;
+        difference::runs(&map, base / PAGE as u64, &mut runs);
+        maps.push(map);
+        base += region.len();
+    }
+    let mut maps = maps.into_iter();
+    let written = write_pages(memory, file, |_, _, _| maps.next())?;
+    Ok((written, runs))
+}
+
+/// Writes the pages that are not zero and that `marked` says may be of interest, given the address,
+/// the length and the offset in the image of each region; all, where it does not know.
+fn write_pages(
+    memory: &GuestMemoryMmap,
+    image: &File,
+    mut marked: impl FnMut(usize, usize, u64) -> Option<Vec<bool>>,
+) -> std::io::Result<u64> {
     const RUN_MAX: usize = 1 << 20;
     image.set_len(0)?;
     image.set_len(memory.iter().map(GuestMemoryRegion::len).sum())?;
     let (mut written, mut base) = (0u64, 0u64);
     for region in memory.iter() {
         let (address, length) = (region.as_ptr(), region.size());
-        let touched = residency.and_then(|known| known.of(address as usize, length, base).ok());
-        let may_hold_data = |at: usize| touched.as_ref().is_none_or(|map| map[at / PAGE]);
+        let map = marked(address as usize, length, base);
+        let is_marked = |at: usize| map.as_ref().is_none_or(|map| map[at / PAGE]);
         // SAFETY: the mapping is `length` bytes long and lives as long as the process. The vCPUs
         // are stopped and the devices quiet, so nothing writes to it while the slice exists.
         let bytes = unsafe { std::slice::from_raw_parts(address.cast_const(), length) };
         let mut run = 0..0;
         for (at, page) in (0..).step_by(PAGE).zip(bytes.chunks(PAGE)) {
-            if !may_hold_data(at) || is_zero(page) {
+            if !is_marked(at) || is_zero(page) {
                 continue;
             }
             if run.end != at || run.len() >= RUN_MAX {
@@ -224,13 +317,13 @@ mod tests {
             expected.clone()
         };
         let memory = anonymous(16).expect("memory");
-        let residency = Residency::open(None).expect("pagemap");
+        let residency = Residency::open(None, Vec::new()).expect("pagemap");
         let now = write(&memory, 5 * PAGE - 1, b"across two pages");
         let image = check(&memory, &residency, &now);
 
         // Mapped from the image: changes in its data, in its holes, and data turned to zeros.
         let memory = private_image(16, &image).expect("memory");
-        let residency = Residency::open(Some(&image)).expect("pagemap");
+        let residency = Residency::open(Some(&image), Vec::new()).expect("pagemap");
         let now = write(&memory, 4 * PAGE + 9, b"changed");
         check(&memory, &residency, &now);
         write(&memory, 10 << 20, &[7; 3 * PAGE]);
@@ -239,8 +332,57 @@ mod tests {
         let image = check(&memory, &residency, &now);
 
         let memory = private_image(16, &image).expect("memory");
-        let residency = Residency::open(Some(&image)).expect("pagemap");
+        let residency = Residency::open(Some(&image), Vec::new()).expect("pagemap");
         check(&memory, &residency, &now);
+    }
+
+    #[test]
+    fn a_difference_over_its_image_is_the_memory_over_generations() {
+        let mut expected = vec![0u8; 16 << 20];
+        for at in (1 << 20..6 << 20).step_by(PAGE) {
+            expected[at] = (at / PAGE) as u8;
+        }
+        let image = tempfile::tempfile().expect("image");
+        image.set_len(16 << 20).expect("size");
+        image.write_all_at(&expected[1 << 20..6 << 20], 1 << 20).expect("image");
+        let whole = |memory: &GuestMemoryMmap| {
+            let mut found = vec![0; 16 << 20];
+            memory.read_slice(&mut found, GuestAddress(0)).expect("read");
+            found
+        };
+        let mut laid_over: (Option<File>, Vec<Run>) = (None, Vec::new());
+        for generation in 0..4usize {
+            let memory = private_image(16, &image).expect("memory");
+            if let Some(file) = &laid_over.0 {
+                lay_over(16, &memory, file, &laid_over.1).expect("laid over");
+            }
+            let residency = Residency::open(Some(&image), laid_over.1.clone()).expect("pagemap");
+            assert!(whole(&memory) == expected, "generation {generation} began otherwise");
+            // A long run, single pages, in data and in holes, and data turned to zeros.
+            let mut write = |at: usize, bytes: &[u8]| {
+                memory.write_slice(bytes, GuestAddress(at as u64)).expect("write");
+                expected[at..at + bytes.len()].copy_from_slice(bytes);
+            };
+            write((2 << 20) + generation * 90 * PAGE, &vec![generation as u8 + 1; 80 * PAGE]);
+            write((7 << 20) + generation * PAGE * 2, b"alone");
+            write((5 << 20) + generation * PAGE, &[0; PAGE]);
+            let file = tempfile::tempfile().expect("file");
+            let (written, runs) = write_difference(&memory, &residency, &file).expect("difference");
+            // 80 + 1 each time, and a zero page that is listed and not written.
+            assert_eq!(written, ((generation + 1) * 81 * PAGE) as u64);
+            let listed: u64 = runs.iter().map(|run| run.count).sum();
+            assert_eq!(listed, (generation as u64 + 1) * 82);
+            // Made whole, it holds the same.
+            let all = tempfile::tempfile().expect("file");
+            write_image(&memory, Some(&residency), &all).expect("image");
+            let mut found = vec![0; 16 << 20];
+            all.read_exact_at(&mut found, 0).expect("read");
+            assert!(found == expected, "the whole image of generation {generation} is wrong");
+            laid_over = (Some(file), runs);
+        }
+        let short = tempfile::tempfile().expect("file");
+        let memory = private_image(16, &image).expect("memory");
+        assert!(lay_over(16, &memory, &short, &laid_over.1).is_err());
     }
 
     #[test]

@@ -17,7 +17,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use parbake_protocol::vmm::{Event, Reply, Request, SnapshotReport, Status, StopReason};
+use parbake_protocol::vmm::{
+    Event, Reply, Request, SnapshotFiles, SnapshotReport, Status, StopReason,
+};
 use rustix::event::epoll;
 
 use crate::control::{ControlError, Door, Events, Requests};
@@ -283,7 +285,7 @@ impl Running {
         let result = match request {
             Request::Pause => self.pause().map(|()| Reply::Done),
             Request::Resume => self.resume().map(|()| Reply::Done),
-            Request::Snapshot(files) => self.snapshot(files.files).map(Reply::Snapshot),
+            Request::Snapshot(files) => self.snapshot(files).map(Reply::Snapshot),
             Request::Status => Ok(Reply::Status(self.status())),
             Request::Quit => Ok(Reply::Done),
         };
@@ -323,8 +325,8 @@ impl Running {
     }
 
     /// Writes state, memory and disks into the descriptors that came along.
-    fn snapshot(&mut self, count: u32) -> Result<SnapshotReport, Failure> {
-        let wanted = 2 + self.devices.disks;
+    fn snapshot(&mut self, request: &SnapshotFiles) -> Result<SnapshotReport, Failure> {
+        let (count, wanted) = (request.files, 2 + self.devices.disks);
         // Whatever happens, descriptors sent with this request must not wait for the next.
         let files = usize::try_from(count).ok().and_then(|count| self.requests.take_files(count));
         let files: Vec<File> = match files {
@@ -339,16 +341,17 @@ impl Running {
             return Err(Failure::Config("a snapshot needs a paused machine".into()));
         }
         let vcpus = self.vcpus.paused();
-        let state = self.frozen.save(&vcpus, &self.shared, &self.devices)?;
+        let mut state = self.frozen.save(&vcpus, &self.shared, &self.devices)?;
         drop(vcpus);
-        let bytes = state.encode()?;
         let (state_file, rest) = files.split_at(1);
+        let (memory_data_bytes, difference) = self
+            .frozen
+            .write_memory(request.difference, &rest[0])
+            .map_err(|e| Failure::Memory(format!("the image cannot be written: {e}")))?;
+        state.difference = difference;
+        let bytes = state.encode()?;
         write_state(&state_file[0], &bytes)
             .map_err(|e| StateError::Io(format!("cannot be written: {e}")))?;
-        let memory_data_bytes = self
-            .frozen
-            .write_memory(&rest[0])
-            .map_err(|e| Failure::Memory(format!("the image cannot be written: {e}")))?;
         let mut overlay_data_bytes = Vec::new();
         for (disk, file) in rest[1..].iter().enumerate() {
             let written = self
@@ -362,6 +365,7 @@ impl Running {
         Ok(SnapshotReport {
             state_bytes: bytes.len() as u64,
             memory_data_bytes,
+            difference: state.difference.is_some(),
             overlay_data_bytes,
             generation: state.shape.generation,
             cpu_vendor: state.contract.vendor,

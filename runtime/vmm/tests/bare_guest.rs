@@ -5,7 +5,7 @@
 
 mod support;
 
-use parbake_protocol::vmm::{Event, Net, Reply, Request, StopReason, Tap, doorbell};
+use parbake_protocol::vmm::{Event, Net, Reply, Request, Start, StopReason, Tap, doorbell};
 use support::{Monitor, boot, guest, number, restore, spawn};
 
 /// Boots the ticker and returns it with its nonce.
@@ -167,6 +167,50 @@ fn a_frozen_guest_runs_on_after_its_snapshot() {
 }
 
 #[test]
+fn forks_of_forks_share_the_first_image() {
+    needs_kvm!();
+    let directory = tempfile::tempdir().expect("directory");
+    let place = |name: &str| {
+        let place = directory.path().join(name);
+        std::fs::create_dir(&place).expect("directory");
+        place
+    };
+    let (mut monitor, config, nonce) = ticker(128);
+    // Of a machine that was booted, there is nothing to differ from.
+    let (whole, report) = monitor.branch(&place("booted"), 0);
+    assert!(!report.difference);
+    monitor.quit();
+    let mut monitor = spawn(&restore(&config, &whole));
+    monitor.started();
+    let mut ticks = 0;
+    for generation in 2..=5 {
+        assert_eq!(monitor.doorbell(), number::RESTORED);
+        assert_eq!(monitor.doorbell(), nonce);
+        let now = monitor.doorbell() & !number::TICKS;
+        assert!(now > ticks, "{now} ticks after {ticks}");
+        ticks = now;
+        let (branch, report) = monitor.branch(&place(&generation.to_string()), 0);
+        assert!(report.difference);
+        assert_eq!(report.generation, generation);
+        assert!((1..256 << 10).contains(&report.memory_data_bytes), "{report:?}");
+        // The parent goes on, and its copy runs beside it.
+        monitor.pending.clear();
+        assert_eq!(monitor.request(&Request::Resume), Reply::Done);
+        assert!(matches!(monitor.event(), Event::Doorbell { value } if value >> 29 == 1));
+        let mut copy = restore(&config, &branch);
+        let Start::Restore { memory, difference, .. } = &mut copy.start else { unreachable!() };
+        // Without the image it is of no use, and the image alone is not it.
+        let (kind, message) = spawn(&restore(&config, &branch)).failed();
+        assert_eq!(kind, "mismatch", "{message}");
+        *difference = Some(std::mem::replace(memory, whole.memory.clone()));
+        let old = std::mem::replace(&mut monitor, spawn(&copy));
+        monitor.started();
+        old.quit();
+    }
+    monitor.quit();
+}
+
+#[test]
 fn a_restored_guest_can_wait_for_resume() {
     needs_kvm!();
     let directory = tempfile::tempdir().expect("directory");
@@ -174,9 +218,7 @@ fn a_restored_guest_can_wait_for_resume() {
     let (snapshot, _) = monitor.freeze(directory.path(), 0);
     monitor.quit();
     let mut config = restore(&config, &snapshot);
-    let parbake_protocol::vmm::Start::Restore { paused, .. } = &mut config.start else {
-        unreachable!()
-    };
+    let Start::Restore { paused, .. } = &mut config.start else { unreachable!() };
     *paused = true;
     let mut monitor = spawn(&config);
     monitor.started();
@@ -193,7 +235,9 @@ fn a_snapshot_needs_a_pause_and_the_right_descriptors() {
     let (mut monitor, _, _) = ticker(16);
     let file = tempfile::tempfile().expect("file");
     use std::os::fd::AsFd;
-    let ask = |files| Request::Snapshot(parbake_protocol::vmm::SnapshotFiles { files });
+    let ask = |files| {
+        Request::Snapshot(parbake_protocol::vmm::SnapshotFiles { files, difference: false })
+    };
     let both = [file.as_fd(), file.as_fd()];
     let refused = |reply| matches!(reply, Reply::Failed { .. });
     assert!(refused(monitor.request_with(&ask(2), &both)), "running");

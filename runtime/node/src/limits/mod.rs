@@ -7,6 +7,7 @@ use parbake_protocol::agent::{Exit, ExitReason};
 use serde::{Deserialize, Serialize};
 
 pub mod cgroup;
+pub(crate) mod stall;
 
 pub use cgroup::CgroupError;
 use cgroup::Shares;
@@ -32,6 +33,8 @@ pub struct Limits {
     pub pids: Option<u32>,
     /// Share of the disks' time against other sandboxes, 1 to 10000; absent: 100.
     pub io_weight: Option<u16>,
+    /// Processes and threads inside the guest, the agent's own aside; absent: as many as it likes.
+    pub guest_processes: Option<u32>,
     /// Bytes of the guest's private disk overlay; absent: as many as its file system has.
     pub disk_bytes: Option<u64>,
     /// How long it lives, from its start; absent: as long as somebody holds it.
@@ -89,6 +92,8 @@ pub enum Limit {
     Cpu,
     /// [`Limits::pids`].
     Pids,
+    /// [`Limits::guest_processes`]: starting another one fails.
+    GuestProcesses,
     /// [`Limits::disk_bytes`]: the guest's writes fail.
     Disk,
     /// [`Limits::lifetime`]: the machine was ended.

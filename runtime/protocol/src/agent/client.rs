@@ -18,6 +18,9 @@ const QUIESCE_TIMEOUT: Duration = Duration::from_secs(600);
 /// How long a fixup may take that makes SSH host keys.
 const KEYS_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// A volume may have much to write.
+const WORKSPACE_TIMEOUT: Duration = Duration::from_secs(120);
+
 /// How long the agent may take to hang up after a quiesce.
 const HANG_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -205,6 +208,31 @@ impl<S: Stream> Client<S> {
         self.done(Request::Thaw)
     }
 
+    /// Lets user processes have so many processes and threads together; absent: no limit.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn limit_processes(&mut self, most: Option<u32>) -> Result<(), ClientError> {
+        self.done(Request::LimitProcesses(most))
+    }
+
+    /// Mounts the volume in the workspace's slot at `path`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn mount_workspace(&mut self, path: &str) -> Result<(), ClientError> {
+        let path = path.as_bytes().to_vec();
+        self.settled(Request::MountWorkspace { path })
+    }
+
+    /// Ends all user processes, writes everything to that volume, and takes it off.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn unmount_workspace(&mut self) -> Result<(), ClientError> {
+        self.settled(Request::UnmountWorkspace)
+    }
+
     /// Asks the guest to sync and switch itself off. The stream may end before the answer.
     ///
     /// # Errors
@@ -322,6 +350,14 @@ impl<S: Stream> Client<S> {
 
     fn done(&mut self, request: Request) -> Result<(), ClientError> {
         match self.call(request)? {
+            Reply::Done => Ok(()),
+            _ => Err(ClientError::Unexpected),
+        }
+    }
+
+    /// The same for what may have much to write, or a journal to replay.
+    fn settled(&mut self, request: Request) -> Result<(), ClientError> {
+        match self.call_for(WORKSPACE_TIMEOUT, request)? {
             Reply::Done => Ok(()),
             _ => Err(ClientError::Unexpected),
         }

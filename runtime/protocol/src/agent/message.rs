@@ -33,6 +33,17 @@ pub enum Request {
     FixupKeepingEnv(Box<Fixup>),
     /// Let user processes run again after a quiesce that was followed by no restore.
     Thaw,
+    /// Mount the volume in the workspace's slot.
+    MountWorkspace {
+        /// Where: an absolute path, made if need be.
+        path: Bytes,
+    },
+    /// End all user processes, write everything to that volume, and take it off.
+    UnmountWorkspace,
+    /// Let user processes have so many processes and threads together; absent: as many as they
+    /// like. Wanting more is told once by the doorbell
+    /// [`PROCESS_LIMIT`](crate::vmm::doorbell::PROCESS_LIMIT).
+    LimitProcesses(Option<u32>),
 }
 
 /// What the agent answers to everything but exec.

@@ -2,7 +2,7 @@
 
 use parbake_node::terminal::failure::CliResult;
 use parbake_node::terminal::output;
-use parbake_service::model::{CreateRequest, Sandbox};
+use parbake_service::model::{CreateRequest, Sandbox, WorkspaceRequest};
 
 use super::values::{CageArgs, RunArgs, pair};
 use super::{Context, refused};
@@ -26,6 +26,15 @@ pub struct Args {
     run: RunArgs,
     #[command(flatten)]
     cage: CageArgs,
+    /// A volume that outlives the sandbox, for one at a time; made when there is none
+    #[arg(long, value_name = "NAME")]
+    workspace: Option<String>,
+    /// How large a new workspace is, in MiB; absent: 1024
+    #[arg(long, value_name = "MIB", requires = "workspace")]
+    workspace_size: Option<u64>,
+    /// Where the workspace is in the guest; absent: /workspace
+    #[arg(long, value_name = "DIR", requires = "workspace")]
+    workspace_path: Option<String>,
     /// The guest's host name
     #[arg(long, value_name = "NAME")]
     hostname: Option<String>,
@@ -50,6 +59,11 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         labels: args.label.iter().cloned().collect(),
         egress: args.cage.egress(),
         limits: args.cage.limits(),
+        workspace: args.workspace.as_ref().map(|name| WorkspaceRequest {
+            name: name.clone(),
+            size_bytes: args.workspace_size.map(|mib| mib.saturating_mul(1 << 20)),
+            path: args.workspace_path.clone(),
+        }),
     };
     let headers: Vec<(&str, &str)> =
         args.idempotency_key.iter().map(|key| ("idempotency-key", key.as_str())).collect();

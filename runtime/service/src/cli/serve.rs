@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use parbake_cache::Store;
 use parbake_node::terminal::failure::{Classify, CliError, CliResult, Kind};
 use parbake_protocol::vmm::Jail;
+use parbake_service::audit::{AuditConfig, Key};
 use parbake_service::client::Endpoint;
 use parbake_service::guard::Guard;
 use parbake_service::listen::{self, Keys};
@@ -69,6 +70,17 @@ pub struct Args {
     /// The audit log; `none`: there is none
     #[arg(long, value_name = "FILE")]
     audit_log: Option<PathBuf>,
+    /// A file with 32 bytes or more that only this service and those who verify can read: without
+    /// it, nobody can make hashes that fit; there is an anchor beside the log, too
+    #[arg(long, value_name = "FILE")]
+    audit_key_file: Option<PathBuf>,
+    /// Where the end of the log is written down, best where those who could cut the log cannot
+    /// write; absent: beside the log if there is a key
+    #[arg(long, value_name = "FILE")]
+    audit_anchor: Option<PathBuf>,
+    /// How large a file of the log may grow, in MiB, before the chain goes on in a new one
+    #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..))]
+    audit_file_size: u64,
     /// A program that is asked before each command: JSON on its stdin, its answer on stdout
     #[arg(long, value_name = "PROGRAM", conflicts_with = "guard_socket")]
     guard_program: Option<OsString>,
@@ -240,6 +252,18 @@ fn config(args: &Args) -> CliResult<Config> {
     if let Some(parent) = audit.as_deref().and_then(std::path::Path::parent) {
         std::fs::create_dir_all(parent).kind(Kind::User)?;
     }
+    let audit = match audit {
+        None => None,
+        Some(path) => {
+            let key = args.audit_key_file.as_deref().map(Key::read).transpose();
+            let key = key.map_err(|error| CliError::new(Kind::User, error))?;
+            let beside =
+                || key.as_ref().map(|_| PathBuf::from(format!("{}.anchor", path.display())));
+            let anchor = args.audit_anchor.clone().map(absolute).or_else(beside);
+            let file_bytes = args.audit_file_size.saturating_mul(1 << 20);
+            Some(AuditConfig { path, key, anchor, file_bytes })
+        }
+    };
     let limit = args.guard_timeout;
     let guard = match (&args.guard_program, &args.guard_socket) {
         (Some(program), _) => Some(Guard::Program { command: vec![program.clone()], limit }),

@@ -53,6 +53,9 @@ pub struct CageArgs {
     /// Its share of the disks' time, 1 to 10000
     #[arg(long, value_name = "N")]
     io_weight: Option<u16>,
+    /// The most processes and threads it may have inside
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    processes: Option<u32>,
     /// The most it may write to its disk, in MiB
     #[arg(long, value_name = "MIB")]
     disk: Option<u64>,
@@ -72,6 +75,7 @@ impl CageArgs {
             cpu_milli: self.cpu_milli,
             io_weight: self.io_weight,
             disk_bytes: self.disk.map(bytes),
+            processes: self.processes,
         }
     }
 }

@@ -49,7 +49,7 @@ impl Manager {
         }
         // Made now if need be, so that a bad --store shows at once.
         let store = Store::open(&config.store)?;
-        let audit = config.audit.as_deref().map(Audit::open).transpose()?;
+        let audit = config.audit.clone().map(Audit::open).transpose()?;
         let (events, happened) = mpsc::sync_channel(EVENTS);
         let manager = Arc::new(Self {
             config,
@@ -99,6 +99,12 @@ impl Manager {
         };
         if let Err(why) = network {
             eprintln!("parbaked: the network of {name} is not taken over: {why}");
+        }
+        if record.limits.memory_bytes.is_some() {
+            machine.adopt_memory_limit();
+        }
+        if record.workspace.is_some() {
+            machine.adopt_workspace();
         }
         let entry = Entry::new(record.clone(), directory.to_owned(), State::Running);
         let mut roots = vec![record.template_digest];

@@ -1,8 +1,10 @@
 //! Forks, and sandboxes that rest in the store.
 //!
-//! A fork stands still while its memory and disk are written out whole, goes on, and its copies
-//! are restored from those files, which they share until they write. Whole, so that a fork of a
-//! fork of a fork restores as fast as the first. The files have no names once all copies run.
+//! A fork stands still while its disk and those pages of memory are written out that differ from
+//! the snapshot it was restored from, and goes on. Its copies are restored from that snapshot with
+//! those pages over it; they share both until they write. A fork of a fork of a fork is written
+//! against the same snapshot, so it restores as fast as the first. The files have no names once all
+//! copies run; the snapshot is kept in the store for as long as one of them lives.
 //!
 //! A paused sandbox is a template like any other: the manifest of its own template with labels
 //! that say so, tagged `paused/ID`, with one snapshot. So it can be pushed and pulled, and nobody
@@ -16,7 +18,7 @@ use std::time::Instant;
 use parbake_cache::template::{CompatContract, SCHEMA_VERSION, SnapshotManifest};
 use parbake_cache::{Digest, Store, StoreError, TemplateName};
 use parbake_node::sandbox::{
-    FreezeFiles, Frozen, RestoreFiles, Sandbox as Machine, SandboxError, new_id,
+    Extent, FreezeFiles, Frozen, RestoreFiles, Sandbox as Machine, SandboxError, new_id,
 };
 use parbake_node::template::Template;
 use parbake_protocol::agent::AGENT_PROTOCOL;
@@ -81,22 +83,34 @@ impl Manager {
             labels: request.labels.clone(),
             egress: parent.egress.clone(),
             limits: parent.limits.clone(),
+            workspace: None,
         };
         check(&extras)?;
         refuse_secrets(&parent, request.with_secrets, "fork")?;
+        refuse_workspace(&parent)?;
         let store = self.store()?;
         let template = Template::load(&store, None, parent.template_digest)?;
         let directory = self.fork_directory(&store)?;
         self.report(actor, "fork", Some(id), json!({ "count": request.count }))?;
-        {
+        let base = base_of(&store, &parent);
+        let extent = if base.is_some() { Extent::Difference } else { Extent::Whole };
+        let frozen = {
             let _held = entry.enter(State::Forking, request.end_sessions)?;
-            self.suspend(&entry, directory.path(), request.end_sessions)?;
+            let end_sessions = request.end_sessions;
+            let frozen = self.suspend(&entry, directory.path(), extent, end_sessions)?;
             self.thaw(&entry)?;
-        }
+            frozen
+        };
+        let written = directory.path().join("memory");
+        let (memory, difference) = match base {
+            Some(base) if frozen.snapshot.difference => (base, Some(written)),
+            _ => (written, None),
+        };
         let origin = Origin {
             files: RestoreFiles {
                 state: directory.path().join("state"),
-                memory: directory.path().join("memory"),
+                memory,
+                difference,
                 disk: directory.path().join("disk"),
                 rootfs: store.path(&template.manifest.rootfs.digest)?,
             },
@@ -109,6 +123,8 @@ impl Manager {
             let digest = parent.template_digest;
             let mut record = Record::new(&copy, &parent.template, digest, parent.machine);
             record.parent = Some(id.to_owned());
+            // Kept in the store for as long as it lives.
+            record.snapshot = parent.snapshot;
             record.secrets.clone_from(&parent.secrets);
             let detail = json!({ "parent": id });
             self.bring_up(actor, "forked", &store, record, &origin, &extras, begun, detail)
@@ -157,11 +173,12 @@ impl Manager {
         let entry = self.entry(id)?;
         let record = lock(&entry.facts).record.clone();
         refuse_secrets(&record, request.with_secrets, "pause")?;
+        refuse_workspace(&record)?;
         let store = self.store()?;
         let staging = store.stage()?;
         self.report(actor, "paused", Some(id), json!({ "withSecrets": request.with_secrets }))?;
         let held = entry.enter(State::Pausing, request.end_sessions)?;
-        let frozen = self.suspend(&entry, staging.path(), request.end_sessions)?;
+        let frozen = self.suspend(&entry, staging.path(), Extent::Whole, request.end_sessions)?;
         let paused = match install(&store, staging.path(), &record, &frozen) {
             Ok(paused) => paused,
             Err(problem) => {
@@ -278,12 +295,13 @@ impl Manager {
         &self,
         entry: &Arc<Entry>,
         directory: &Path,
+        extent: Extent,
         end_sessions: bool,
     ) -> Result<Frozen, Problem> {
         let files = FreezeFiles::create_in(directory)
             .map_err(|error| Problem::because(Kind::NoSpace, &error))?;
         let suspended = match lock(&entry.machine).as_mut() {
-            Some(machine) => machine.suspend(&files, end_sessions),
+            Some(machine) => machine.suspend(&files, extent, end_sessions),
             None => return Err(Problem::unknown(&entry.id)),
         };
         match suspended {
@@ -345,6 +363,21 @@ fn refuse_secrets(record: &Record, asked: bool, verb: &str) -> Result<(), Proble
     let message = format!("sandbox {} has secrets ({names}), which a copy would hold", record.id);
     Err(Problem::new(Kind::HoldsSecrets, message)
         .hint(format!("if that is what you want: {verb} --with-secrets")))
+}
+
+/// A workspace is for one at a time, and what a copy has mounted would change behind its back.
+fn refuse_workspace(record: &Record) -> Result<(), Problem> {
+    let Some(name) = &record.workspace else { return Ok(()) };
+    let message = format!("sandbox {} has workspace {name}, which no copy can share", record.id);
+    Err(Problem::new(Kind::WrongState, message)
+        .hint("copy what is to be kept with `parbaked cp`, or do without the workspace"))
+}
+
+/// The memory image a sandbox was restored from. None where its record does not say, and where the
+/// store does not have it any more; then a copy is written out whole.
+fn base_of(store: &Store, parent: &Record) -> Option<PathBuf> {
+    let snapshot: SnapshotManifest = store.get_json(&parent.snapshot?).ok()?;
+    store.path(&snapshot.memory.digest).ok()
 }
 
 /// Puts a frozen machine into the store.

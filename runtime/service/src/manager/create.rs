@@ -1,6 +1,7 @@
 //! Making sandboxes: from a template's snapshot, or from any frozen machine.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use parbake_node::sandbox::{
     RestoreFiles, Sandbox as Machine, SandboxError, SandboxOptions, new_id,
 };
 use parbake_node::template::{HostClass, Template};
+use parbake_node::workspace::{self, Workspace, WorkspaceError};
 use parbake_protocol::agent::PutRequest;
 use serde_json::json;
 
@@ -43,6 +45,7 @@ pub(super) struct Extras {
     pub labels: BTreeMap<String, String>,
     pub egress: Vec<String>,
     pub limits: model::Limits,
+    pub workspace: Option<model::WorkspaceRequest>,
 }
 
 /// What a new sandbox is made from.
@@ -145,6 +148,7 @@ impl Manager {
             labels: request.labels.clone(),
             egress: without_none(&request.egress),
             limits: request.limits.clone(),
+            workspace: request.workspace.clone(),
         };
         check(&extras)?;
         let store = self.store()?;
@@ -225,6 +229,7 @@ impl Manager {
         record.secrets.extend(extras.secrets.keys().cloned());
         record.secrets.sort();
         record.secrets.dedup();
+        record.workspace = extras.workspace.as_ref().map(|workspace| workspace.name.clone());
         let id = record.id.clone();
         let planned = self.plan(record.clone())?;
         let mut roots = vec![record.template_digest];
@@ -235,6 +240,7 @@ impl Manager {
         detail["env"] = json!(extras.env.keys().collect::<Vec<_>>());
         detail["labels"] = json!(record.labels);
         detail["egress"] = json!(record.egress);
+        detail["workspace"] = json!(record.workspace);
         self.report(actor, kind, Some(&id), detail)?;
 
         let options = SandboxOptions {
@@ -250,6 +256,7 @@ impl Manager {
                 cpu_milli: extras.limits.cpu_milli,
                 io_weight: extras.limits.io_weight,
                 disk_bytes: extras.limits.disk_bytes,
+                guest_processes: extras.limits.processes,
                 // The service comes first; the monitor sees to it when there is none.
                 lifetime: record.expires_unix_ms.map(|at| {
                     Duration::from_millis(at.saturating_sub(unix_ms())).saturating_add(GRACE)
@@ -259,6 +266,7 @@ impl Manager {
             events: Some(self.events.clone()),
             id: Some(id.clone()),
             outlive: Some(self.config.run_dir.join("sandboxes")),
+            workspace: extras.workspace.as_ref().map(|w| self.workspace(w)).transpose()?,
             continues: origin.continues,
             ..SandboxOptions::default()
         };
@@ -289,6 +297,21 @@ impl Manager {
             lock(&self.keys).insert(key, Keyed::Done(digest, id));
         }
         Ok(entry.view())
+    }
+
+    /// The workspace that is asked for, made if there is none.
+    fn workspace(&self, wanted: &model::WorkspaceRequest) -> Result<Workspace, Problem> {
+        let bad = |error| Problem::because(Kind::BadRequest, &error);
+        let directory = self.config.store.join(workspace::DIRECTORY);
+        let file = workspace::named(&directory, &wanted.name).map_err(bad)?;
+        let path = wanted.path.as_deref().unwrap_or(workspace::PATH).to_owned();
+        workspace::ensure(&file, wanted.size_bytes.unwrap_or(workspace::SIZE)).map_err(
+            |error| match error {
+                WorkspaceError::TooSmall(_) | WorkspaceError::NotOne(_) => bad(error),
+                error => Problem::because(Kind::NoSpace, &error),
+            },
+        )?;
+        Ok(Workspace { file, path })
     }
 
     /// Takes a place among the sandboxes.
@@ -380,7 +403,15 @@ pub(super) fn check(extras: &Extras) -> Result<(), Problem> {
             ));
         }
     }
+    if extras.limits.processes == Some(0) {
+        return bad("limits: with no processes at all it could do nothing".to_owned());
+    }
     egress_of(&extras.egress)?;
+    if let Some(wanted) = &extras.workspace {
+        let checked = workspace::named(Path::new(""), &wanted.name)
+            .and_then(|_| wanted.path.as_deref().map_or(Ok(()), workspace::check_path));
+        checked.map_err(|error| Problem::because(Kind::BadRequest, &error))?;
+    }
     if extras.labels.len() > MAX_LABELS {
         return bad(format!("there are more than {MAX_LABELS} labels"));
     }

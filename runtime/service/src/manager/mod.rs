@@ -37,7 +37,7 @@ use serde_json::{Value, json};
 pub use files::Transfer;
 pub use run::{Execution, gone};
 
-use crate::audit::{Audit, AuditError, Entry as AuditEntry};
+use crate::audit::{Audit, AuditConfig, AuditError, Entry as AuditEntry};
 use crate::feed::{Feed, unix_ms};
 use crate::guard::Guard;
 use crate::metrics::{Metrics, Now};
@@ -75,8 +75,8 @@ pub struct Config {
     pub answer_timeout: Duration,
     /// The most bytes of a file or archive.
     pub transfer_limit: u64,
-    /// Where the audit log is; absent: there is none.
-    pub audit: Option<PathBuf>,
+    /// The audit log; absent: there is none.
+    pub audit: Option<AuditConfig>,
     /// Who is asked before a command.
     pub guard: Option<Guard>,
     /// How tightly monitors lock themselves in.
@@ -403,7 +403,14 @@ impl Manager {
     /// Ends the machine, removes its directory and forgets the sandbox.
     fn discard(&self, entry: &Arc<Entry>) {
         self.count_denied(entry);
-        drop(lock(&entry.machine).take());
+        let machine = lock(&entry.machine).take();
+        if let Some(mut machine) = machine
+            && let Err(error) = machine.release_workspace()
+        {
+            // It was gone already, or does not answer: the journal is replayed next time.
+            let why = json!({ "why": error.to_string() });
+            self.note(SELF, "workspaceNotReleased", Some(&entry.id), why);
+        }
         drop(lock(&entry.lease).take());
         let request = lock(&entry.facts).record.request.clone();
         if let Some((key, _)) = request {

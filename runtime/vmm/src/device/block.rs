@@ -2,16 +2,20 @@
 //!
 //! Requests are done in order and at once, straight between files and guest memory; nothing is
 //! ever in flight between two calls, so quiescing has nothing to wait for. A flush has nothing to
-//! do either: the overlay is meant to vanish with the monitor.
+//! do either: the overlay is meant to vanish with the monitor. A volume that outlives it is
+//! another matter ([`direct`]).
 
+mod direct;
 mod map;
 mod overlay;
 
 use std::fs::File;
+use std::path::Path;
 
 use parbake_protocol::vmm::Disk;
 use serde::{Deserialize, Serialize};
 
+use self::direct::Direct;
 use self::map::SavedMap;
 use self::overlay::{DiskError, Layers};
 use super::ring::{self, Buffers, Chain};
@@ -19,6 +23,8 @@ use super::{Activation, DeviceError, Progress, SavedDevice, VirtioDevice};
 use crate::filling::DiskFilling;
 
 const KIND: &str = "block";
+/// A volume that outlives the machine, as states know it.
+const VOLUME: &str = "workspace";
 const VERSION: u32 = 1;
 const DEVICE_TYPE: u32 = 2;
 const QUEUE_SIZES: [u16; 1] = [256];
@@ -79,9 +85,15 @@ enum Trouble {
     Told,
 }
 
+/// Where the blocks are.
+enum Backing {
+    Layers(Layers),
+    Direct(Direct),
+}
+
 /// The block device.
 pub struct Block {
-    layers: Layers,
+    backing: Backing,
     read_only: bool,
     config: [u8; 60],
     id: [u8; ID],
@@ -108,16 +120,28 @@ impl Block {
     pub fn open(disk: &Disk) -> Result<Self, DeviceError> {
         let layers = Layers::open(disk)?;
         let config = config_space(layers.sectors());
-        let read_only = disk.read_only;
+        Ok(Self::new(Backing::Layers(layers), config, disk.read_only))
+    }
+
+    /// The slot for a volume that outlives the machine; empty without `file`.
+    pub fn open_volume(file: Option<&Path>) -> Result<Self, DeviceError> {
+        let direct = Direct::open(file)?;
+        let config = config_space(direct.sectors());
+        Ok(Self::new(Backing::Direct(direct), config, false))
+    }
+
+    fn new(backing: Backing, config: [u8; 60], read_only: bool) -> Self {
         let (id, trouble, full) = ([0; ID], Trouble::None, Full::No);
-        let mut block = Self { layers, read_only, config, id, trouble, full };
+        let mut block = Self { backing, read_only, config, id, trouble, full };
         block.set_id("parbake");
-        Ok(block)
+        block
     }
 
     /// Asks before each read of a file that is not all there yet.
     pub fn fill_from(&mut self, filling: DiskFilling) {
-        self.layers.fill_from(filling);
+        if let Backing::Layers(layers) = &mut self.backing {
+            layers.fill_from(filling);
+        }
     }
 
     /// Sets what the guest reads as the disk's serial number; 20 bytes of it.
@@ -163,16 +187,27 @@ impl Block {
         match kind {
             T_IN => {
                 let len = whole_sectors(writable.len())?;
-                self.layers.read(offset?, writable)?;
+                match &self.backing {
+                    Backing::Layers(layers) => layers.read(offset?, writable)?,
+                    Backing::Direct(direct) => direct.read(offset?, writable)?,
+                }
                 Ok(len)
             }
             T_OUT => {
                 whole_sectors(readable.len())?;
                 self.writable()?;
-                self.layers.write(offset?, readable)?;
+                match &mut self.backing {
+                    Backing::Layers(layers) => layers.write(offset?, readable)?,
+                    Backing::Direct(direct) => direct.write(offset?, readable)?,
+                }
                 Ok(0)
             }
-            T_FLUSH => Ok(0),
+            T_FLUSH => {
+                if let Backing::Direct(direct) = &self.backing {
+                    direct.flush()?;
+                }
+                Ok(0)
+            }
             T_GET_ID => Ok(writable.write(&self.id)),
             T_DISCARD | T_WRITE_ZEROES => {
                 self.writable()?;
@@ -226,7 +261,11 @@ impl Block {
                 return Err(Refused::Request(S_IOERR));
             }
             let offset = sector.checked_mul(SECTOR).ok_or(Refused::Request(S_IOERR))?;
-            self.layers.zero(offset, u64::from(count) * SECTOR)?;
+            let len = u64::from(count) * SECTOR;
+            match &mut self.backing {
+                Backing::Layers(layers) => layers.zero(offset, len)?,
+                Backing::Direct(direct) => direct.zero(offset, len)?,
+            }
         }
         Ok(())
     }
@@ -263,7 +302,10 @@ fn config_space(sectors: u64) -> [u8; 60] {
 
 impl VirtioDevice for Block {
     fn kind(&self) -> &'static str {
-        KIND
+        match self.backing {
+            Backing::Layers(_) => KIND,
+            Backing::Direct(_) => VOLUME,
+        }
     }
 
     fn device_type(&self) -> u32 {
@@ -311,24 +353,46 @@ impl VirtioDevice for Block {
     }
 
     fn save(&self) -> Result<SavedDevice, DeviceError> {
-        let saved = Saved { map: self.layers.saved_map(), read_only: self.read_only };
-        SavedDevice::encode(KIND, VERSION, &saved)
+        match &self.backing {
+            Backing::Layers(layers) => {
+                let saved = Saved { map: layers.saved_map(), read_only: self.read_only };
+                SavedDevice::encode(KIND, VERSION, &saved)
+            }
+            // What is mounted in the frozen machine would be changed behind its back.
+            Backing::Direct(direct) if direct.is_there() => Err(DeviceError::state(
+                VOLUME,
+                "a machine that has a workspace is not written out; take it off first",
+            )),
+            Backing::Direct(_) => SavedDevice::encode(VOLUME, VERSION, &()),
+        }
     }
 
     fn restore(
         &mut self,
         saved: &SavedDevice,
-        _active: Option<&mut Activation>,
+        active: Option<&mut Activation>,
     ) -> Result<(), DeviceError> {
+        let layers = match &mut self.backing {
+            Backing::Layers(layers) => layers,
+            Backing::Direct(direct) => {
+                saved.decode::<()>(VOLUME, VERSION)?;
+                if let (true, Some(active)) = (direct.is_there(), active) {
+                    // It was frozen without sectors; now there are some.
+                    active.interrupt.signal_config();
+                }
+                return Ok(());
+            }
+        };
         let saved: Saved = saved.decode(KIND, VERSION)?;
         if saved.read_only != self.read_only {
             return Err(DeviceError::state(KIND, "read-only there and writable here, or reverse"));
         }
-        self.layers.restore_map(&saved.map).map_err(|what| DeviceError::state(KIND, what))
+        layers.restore_map(&saved.map).map_err(|what| DeviceError::state(KIND, what))
     }
 
     fn write_disk(&self, out: &File) -> Result<Option<u64>, DeviceError> {
-        let written = self.layers.write_overlay(out);
+        let Backing::Layers(layers) = &self.backing else { return Ok(None) };
+        let written = layers.write_overlay(out);
         written.map(Some).map_err(|error| DeviceError::io("writing a disk's overlay", error))
     }
 
@@ -360,7 +424,10 @@ impl VirtioDevice for Block {
     }
 
     fn overlay_bytes(&self) -> Option<u64> {
-        Some(self.layers.private_bytes())
+        match &self.backing {
+            Backing::Layers(layers) => Some(layers.private_bytes()),
+            Backing::Direct(_) => None,
+        }
     }
 }
 

@@ -70,6 +70,7 @@ const EVENTS: &[i64] = &[
     libc::SYS_pwritev,
     libc::SYS_fallocate,
     libc::SYS_ftruncate,
+    libc::SYS_fdatasync,
     libc::SYS_fstat,
     libc::SYS_lseek,
     libc::SYS_copy_file_range,

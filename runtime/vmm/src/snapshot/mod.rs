@@ -1,6 +1,7 @@
 //! Freezing a machine and continuing it elsewhere.
 
 pub mod contract;
+pub mod difference;
 pub mod format;
 pub mod residency;
 pub mod restore;

@@ -9,6 +9,7 @@ use kvm_bindings::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::difference::{self, Run};
 use super::format::{Section, StateError, decode, encode};
 use crate::ports::SavedSerial;
 
@@ -94,6 +95,8 @@ pub struct MachineState {
     pub serial: SavedSerial,
     /// Its virtio devices with their transports, in window order, in the transport's encoding.
     pub devices: Vec<Vec<u8>>,
+    /// If its memory is not whole: the pages that are laid over the image it differs from.
+    pub difference: Option<Vec<Run>>,
 }
 
 const SHAPE: &str = "shape";
@@ -102,6 +105,7 @@ const VCPU: &str = "vcpu";
 const IRQCHIP: &str = "irqchip";
 const CLOCK: &str = "clock";
 const SERIAL: &str = "serial";
+const DIFFERENCE: &str = "memory-difference";
 /// Kind of the sections in [`MachineState::devices`].
 pub const VIRTIO: &str = "virtio-mmio";
 
@@ -124,6 +128,9 @@ impl MachineState {
         for device in &self.devices {
             sections.push(raw(VIRTIO, device.clone()));
         }
+        if let Some(runs) = &self.difference {
+            sections.push(section(DIFFERENCE, runs)?);
+        }
         Ok(encode(&sections))
     }
 
@@ -131,7 +138,7 @@ impl MachineState {
     pub fn decode(file: &[u8]) -> Result<Self, StateError> {
         let (mut shape, mut contract, mut irqchip, mut clock, mut serial) =
             (None, None, None, None, None);
-        let (mut vcpus, mut devices) = (Vec::new(), Vec::new());
+        let (mut vcpus, mut devices, mut difference) = (Vec::new(), Vec::new(), None);
         for section in decode(file)? {
             let known = section.version == PAYLOAD_VERSION;
             match section.kind.as_str() {
@@ -140,6 +147,7 @@ impl MachineState {
                 IRQCHIP if known => once(&mut irqchip, &section)?,
                 CLOCK if known => once(&mut clock, &section)?,
                 SERIAL if known => once(&mut serial, &section)?,
+                DIFFERENCE if known => once(&mut difference, &section)?,
                 VCPU if known => vcpus.push(payload(&section)?),
                 VIRTIO if known => devices.push(section.payload),
                 _ if section.mandatory => {
@@ -159,6 +167,7 @@ impl MachineState {
             serial: serial.ok_or(StateError::Missing(SERIAL))?,
             vcpus,
             devices,
+            difference,
         };
         state.validate()?;
         Ok(state)
@@ -193,7 +202,8 @@ impl MachineState {
                 return Err(invalid("xcr list", format!("{} entries", vcpu.xcrs.nr_xcrs)));
             }
         }
-        Ok(())
+        let pages = (u64::from(self.shape.memory_mib) << 20) / crate::memory::PAGE as u64;
+        difference::check(self.difference.as_deref().unwrap_or_default(), pages)
     }
 }
 

@@ -204,6 +204,21 @@ impl Monitor {
     }
 
     pub fn snapshot(&mut self, directory: &Path, disks: usize) -> (Snapshot, SnapshotReport) {
+        self.write(directory, disks, false)
+    }
+
+    /// Pauses and writes what differs from the image it was restored from into `directory`.
+    pub fn branch(&mut self, directory: &Path, disks: usize) -> (Snapshot, SnapshotReport) {
+        assert_eq!(self.request(&Request::Pause), Reply::Done);
+        self.write(directory, disks, true)
+    }
+
+    fn write(
+        &mut self,
+        directory: &Path,
+        disks: usize,
+        difference: bool,
+    ) -> (Snapshot, SnapshotReport) {
         let snapshot = Snapshot {
             state: directory.join("state"),
             memory: directory.join("memory"),
@@ -215,7 +230,7 @@ impl Monitor {
             .map(|path| std::fs::File::create_new(path).expect("new file"))
             .collect();
         let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        let request = Request::Snapshot(SnapshotFiles { files: fds.len() as u32 });
+        let request = Request::Snapshot(SnapshotFiles { files: fds.len() as u32, difference });
         match self.request_with(&request, &fds) {
             Reply::Snapshot(report) => (snapshot, report),
             other => panic!("no snapshot: {other:?}"),

@@ -104,6 +104,7 @@ pub fn boot(kernel: &Path, memory_mib: u32) -> VmmConfig {
         control: None,
         jail: Jail::default(),
         filling: None,
+        workspace: None,
     }
 }
 
@@ -118,6 +119,7 @@ pub fn restore(of: &VmmConfig, snapshot: &Snapshot) -> VmmConfig {
         start: Start::Restore {
             state: snapshot.state.clone(),
             memory: snapshot.memory.clone(),
+            difference: None,
             generation_id,
             paused: false,
         },

@@ -44,7 +44,12 @@ fn header(guest: &mut Guest, kind: u32, sector: u64) -> u64 {
 }
 
 /// Does one request; its status and the `len` in the used ring.
-fn request(guest: &mut Guest, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> (u8, u32) {
+pub(super) fn request(
+    guest: &mut Guest,
+    kind: u32,
+    sector: u64,
+    data: &[(u64, u32, bool)],
+) -> (u8, u32) {
     let status = guest.put(&[0xff]);
     let mut segments = vec![(header(guest, kind, sector), 16, READ)];
     segments.extend(data);
@@ -57,7 +62,7 @@ fn request(guest: &mut Guest, kind: u32, sector: u64, data: &[(u64, u32, bool)])
     (guest.bytes(status, 1)[0], finished[0].1)
 }
 
-fn read(guest: &mut Guest, sector: u64, len: usize) -> Vec<u8> {
+pub(super) fn read(guest: &mut Guest, sector: u64, len: usize) -> Vec<u8> {
     let at = guest.alloc(len);
     let half = len as u32 / 2;
     let parts = [(at, half, WRITE), (at + u64::from(half), len as u32 - half, WRITE)];
@@ -65,7 +70,7 @@ fn read(guest: &mut Guest, sector: u64, len: usize) -> Vec<u8> {
     guest.bytes(at, len)
 }
 
-fn write(guest: &mut Guest, sector: u64, data: &[u8]) {
+pub(super) fn write(guest: &mut Guest, sector: u64, data: &[u8]) {
     let at = guest.put(data);
     assert_eq!(request(guest, T_OUT, sector, &[(at, data.len() as u32, READ)]), (S_OK, 1));
 }

@@ -1,6 +1,6 @@
 //! Writes ext4 file systems: a [`Tree`] and the blocks its files were streamed to become an image
 //! that any Linux since 4.x mounts read-write, that `e2fsck -fn` finds nothing in, and that is the
-//! same to the byte for the same input.
+//! same to the byte for the same input. ([`mod@read`] goes the other way.)
 //!
 //! # Why there is an own writer
 //!
@@ -66,6 +66,8 @@
 //! and handed to [`finish`] once. After an error its contents are undefined and it must be thrown
 //! away. Syncing and naming it are the caller's part.
 
+#![forbid(unsafe_code)]
+
 mod acl;
 mod checksum;
 mod directory;
@@ -73,10 +75,12 @@ mod extent;
 mod geometry;
 mod hash;
 mod inode;
+pub mod read;
 mod sink;
 mod superblock;
 mod survey;
 mod tables;
+pub mod tree;
 mod usage;
 mod writer;
 mod xattr;

@@ -1,4 +1,4 @@
-//! POSIX ACLs: from the form of the system calls to the one ext4 stores.
+//! POSIX ACLs: from the form of the system calls to the one ext4 stores, and back.
 
 /// What is wrong with an ACL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -70,6 +70,27 @@ pub fn encode(list: &[u8], default: bool) -> Result<Option<Vec<u8>>, AclError> {
         return Ok(None);
     }
     Ok(Some(out))
+}
+
+/// The other direction; `None` for what is no list.
+pub fn decode(stored: &[u8]) -> Option<Vec<u8>> {
+    let (version, mut rest) = stored.split_first_chunk::<4>()?;
+    if u32::from_le_bytes(*version) != 1 {
+        return None;
+    }
+    let mut out = 2u32.to_le_bytes().to_vec();
+    while let Some((entry, after)) = rest.split_first_chunk::<4>() {
+        out.extend_from_slice(entry);
+        rest = after;
+        if matches!(u16::from_le_bytes([entry[0], entry[1]]), USER | GROUP) {
+            let (id, after) = rest.split_first_chunk::<4>()?;
+            out.extend_from_slice(id);
+            rest = after;
+        } else {
+            out.extend_from_slice(&u32::MAX.to_le_bytes());
+        }
+    }
+    rest.is_empty().then_some(out)
 }
 
 #[cfg(test)]
