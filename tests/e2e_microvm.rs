@@ -287,6 +287,8 @@ fn machines_reach_what_their_policy_says() {
         let all = [&["-o", &out, "--no-cache"][..], policy].concat();
         let said = world.fails("microvm", &all, 5, &words);
         assert!(!said.contains("said b'hello'"), "{said}");
+        let told = said.contains("denied: tcp to 10.0.2.2");
+        assert_eq!(told, policy[0] == "--egress", "{said}");
     }
 }
 

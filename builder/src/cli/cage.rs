@@ -1,11 +1,10 @@
 //! What one sandbox may reach and use: the options every command has that makes one.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
 use parbake_cache::template::TemplateManifest;
-use parbake_node::event::{EventKind, SandboxEvent};
+use parbake_node::event::Watch;
 use parbake_node::limits::{CgroupPolicy, Limits};
 use parbake_node::network::egress::Rule;
 use parbake_node::network::{Egress, Pool, PoolOptions};
@@ -13,11 +12,6 @@ use parbake_node::sandbox::SandboxOptions;
 
 use super::error::{CliError, CliResult, Kind};
 use super::prune::size;
-
-/// Most events kept until they are shown.
-const MOST_EVENTS: usize = 1024;
-/// Most of them shown; the rest is counted.
-const MOST_SHOWN: usize = 20;
 
 /// What one sandbox may reach and use.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -45,12 +39,6 @@ pub struct CageArgs {
     /// Do not start where the host cannot hold the sandbox to its limits (no cgroups)
     #[arg(long)]
     require_limits: bool,
-}
-
-/// A cage being watched.
-#[derive(Debug)]
-pub struct Watch {
-    events: Receiver<SandboxEvent>,
 }
 
 impl CageArgs {
@@ -93,41 +81,9 @@ impl CageArgs {
             let pool = pool.map_err(|error| CliError::new(Kind::Sandbox, error))?;
             options.network_pool = Some(Arc::new(pool));
         }
-        let (sender, events) = sync_channel(MOST_EVENTS);
+        let (sender, watch) = Watch::new();
         options.events = Some(sender);
-        Ok(Watch { events })
-    }
-}
-
-impl Watch {
-    /// What happened, one line each, the same only once.
-    pub fn lines(&self) -> Vec<String> {
-        let mut seen = Vec::new();
-        for event in self.events.try_iter() {
-            let line = match event.kind {
-                EventKind::EgressDenied { destination, port, protocol, reason } => {
-                    let port = port.map(|port| format!(":{port}")).unwrap_or_default();
-                    format!("denied: {protocol} to {destination}{port} ({reason})")
-                }
-                EventKind::NameDenied { name, reason } => format!("denied: name {name} ({reason})"),
-                EventKind::LimitHit(hit) => format!("limit reached: {}", hit.detail),
-                EventKind::NameOpened { .. } => continue,
-            };
-            match seen.iter_mut().find(|(text, _)| *text == line) {
-                Some((_, count)) => *count += 1,
-                None => seen.push((line, 1usize)),
-            }
-        }
-        let more = seen.len().saturating_sub(MOST_SHOWN);
-        let mut lines: Vec<String> = seen
-            .into_iter()
-            .take(MOST_SHOWN)
-            .map(|(line, count)| if count > 1 { format!("{line}, {count} times") } else { line })
-            .collect();
-        if more > 0 {
-            lines.push(format!("and {more} more"));
-        }
-        lines
+        Ok(watch)
     }
 }
 
