@@ -17,9 +17,6 @@ use crate::image::{Event, Image};
 use super::attribution::{Attribution, LayerCost, PathCost};
 use super::{FlattenError, FlattenOptions, Flattened, flatten};
 
-/// Free space that brings another inode: compilers' caches and package trees are small files.
-const BYTES_PER_INODE: u64 = 16 << 10;
-
 /// What the file system is to have beside the image's own tree.
 #[derive(Debug, Clone)]
 pub struct BuildOptions {
@@ -27,7 +24,7 @@ pub struct BuildOptions {
     pub flatten: FlattenOptions,
     /// Bytes that can still be written to the file system.
     pub free_bytes: u64,
-    /// Files that can still be made; at least one for each 16 KiB of free space, as mke2fs has it.
+    /// Files that can still be made; at least one for each 16 KiB of free space.
     pub free_inodes: u64,
     /// Whether to make a journal.
     pub journal: bool,
@@ -178,7 +175,7 @@ pub fn write(
         &tree,
         &ext4::Options {
             free_bytes: options.free_bytes,
-            free_inodes: options.free_inodes.max(options.free_bytes / BYTES_PER_INODE),
+            free_inodes: options.free_inodes,
             uuid,
             hash_seed: identity(b"hash seed", base),
             timestamp: options.timestamp,

@@ -103,7 +103,8 @@ pub struct Options {
     /// Bytes that can still be written to the file system, rounded up to blocks. Where it is not 0,
     /// what the kernel keeps for itself (2%, at most 16 MiB) comes on top.
     pub free_bytes: u64,
-    /// Files that can still be made. There are always at least 2048 inodes per 128 MiB.
+    /// Files that can still be made; at least one for each 16 KiB of free space, as mke2fs has it
+    /// (compilers' caches and package trees are small files), and 2048 inodes per 128 MiB.
     pub free_inodes: u64,
     /// The file system's UUID, not all zero.
     pub uuid: [u8; 16],

@@ -32,6 +32,8 @@ const MAX_FILE: u64 = (u32::MAX as u64) * BLOCK_BYTES;
 /// Metadata begins at a multiple of so many blocks (256 KiB). What is the same in two images, but
 /// behind data of different length, is then the same in whole chunks. The blocks left out are free.
 const METADATA_ALIGNMENT: u64 = 64;
+/// Bytes of free space that bring another inode.
+const BYTES_PER_INODE: u64 = 16 << 10;
 
 /// Blocks an inode was given behind the data: a directory's, a long symlink's.
 #[derive(Debug, Clone, Copy, Default)]
@@ -410,8 +412,12 @@ impl<'t> Writer<'t> {
     /// Decides the size of the image and claims the group tables and the remaining reserved ranges.
     fn solve(&mut self) -> Result<Geometry, WriteError> {
         let end = self.cursor.end();
-        let inodes = u64::from(self.used_inodes())
-            .saturating_add(self.options.free_inodes)
+        let used = u64::from(self.used_inodes());
+        // As many as there can be are enough for any free space.
+        let implied = (self.options.free_bytes / BYTES_PER_INODE)
+            .min(u64::from(u32::MAX).saturating_sub(used));
+        let inodes = used
+            .saturating_add(self.options.free_inodes.max(implied))
             .max(self.last_inode().into());
         if inodes > u64::from(u32::MAX) {
             return Err(WriteError::TooManyInodes);

@@ -138,7 +138,6 @@ fn format(out: &std::fs::File, bytes: u64) -> Result<(), WriteError> {
     let root = Node { meta, kind: Kind::Directory(std::collections::BTreeMap::new()) };
     let options = Options {
         free_bytes: bytes,
-        free_inodes: bytes >> 14,
         timestamp: seconds,
         journal: true,
         label: "workspace".to_owned(),

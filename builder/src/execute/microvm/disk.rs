@@ -25,9 +25,6 @@ use crate::tree::{Device, FileData, Kind, Metadata, Node, NodeId, Timestamp, Tre
 /// Disks for layers; the machine has 16 devices, of which the root disk and three others are used.
 const MOST_DISKS: usize = 12;
 
-/// Bytes of disk for each file that a step can make.
-const BYTES_PER_FILE: u64 = 16 << 10;
-
 /// The images of one build.
 #[derive(Debug)]
 pub(super) struct Disks {
@@ -58,11 +55,8 @@ impl Disks {
     pub fn work(&self) -> Result<PathBuf, ExecuteError> {
         let path = self.scratch.path().join("work.ext4");
         if !path.exists() {
-            let options = ext4::Options {
-                free_bytes: self.disk_bytes,
-                free_inodes: self.disk_bytes / BYTES_PER_FILE,
-                ..ext4::Options::new(uuid(b"work"))
-            };
+            let options =
+                ext4::Options { free_bytes: self.disk_bytes, ..ext4::Options::new(uuid(b"work")) };
             make(&path, &[], &options)?;
         }
         Ok(path)
