@@ -123,7 +123,7 @@ enum Verb {
     Build(Box<build::Args>),
     Recipe(recipe::Args),
     Bake(bake::Args),
-    Run(run::Args),
+    Run(Box<run::Args>),
     Ls(ls::Args),
     Inspect(inspect::Args),
     Rm(rm::Args),

@@ -80,6 +80,12 @@ pub enum SandboxError {
     /// The guest agent.
     #[error("the guest does not answer as it should")]
     Agent(#[source] ClientError),
+    /// The guest's agent is of another build.
+    #[error(
+        "the guest's agent is too old to limit processes; build and bake its template again, or do \
+         without that limit"
+    )]
+    OldAgent,
     /// The guest is gone.
     #[error("the guest ended ({reason}){}", console_tail(.console))]
     GuestEnded {
@@ -364,7 +370,11 @@ impl Sandbox {
     ) -> Result<(), SandboxError> {
         if options.limits.guest_processes.is_some() {
             let limited = client.limit_processes(options.limits.guest_processes);
-            limited.map_err(|error| self.blame(error))?;
+            limited.map_err(|error| match self.blame(error) {
+                // What it does not know, it hangs up on.
+                SandboxError::Agent(ClientError::Closed) => SandboxError::OldAgent,
+                other => other,
+            })?;
         }
         Ok(())
     }
@@ -721,7 +731,8 @@ impl Sandbox {
         if matches!(error, MonitorError::Died { .. }) && stalled {
             self.hit(
                 Limit::Memory,
-                "it waited for memory most of the time: it touches more than it may have",
+                "it needed more host memory than it may have: nearly all of its time went into \
+                 reading again what had to make room",
             );
             return self.limit(Limit::Memory);
         }

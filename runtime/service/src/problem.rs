@@ -217,6 +217,7 @@ impl From<SandboxError> for Problem {
                 return Self { kind: of_client(source), ..Self::because(Kind::Internal, &error) };
             }
             SandboxError::NotReady { .. } => Kind::NotReady,
+            SandboxError::OldAgent => Kind::NotBaked,
             SandboxError::GuestEnded { .. } => Kind::GuestGone,
             SandboxError::Monitor(MonitorError::Failed { kind, .. }) if kind == "mismatch" => {
                 return Self::because(Kind::NotBaked, &error)

@@ -18,6 +18,8 @@ use super::rules;
 /// A denied packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Denied {
+    /// Where it came from.
+    pub source: Option<Ipv4Addr>,
     /// Where it would have gone.
     pub destination: String,
     /// Its port, where the protocol has ports and the packet was long enough.
@@ -28,18 +30,18 @@ pub(crate) struct Denied {
     pub prefix: String,
 }
 
-/// A listener in the namespace its maker was in.
+/// A listener to one group, in the namespace its maker was in.
 #[derive(Debug)]
 pub(crate) struct Log(Netlink);
 
 impl Log {
-    pub(crate) fn open() -> io::Result<Self> {
+    pub(crate) fn open(group: u16) -> io::Result<Self> {
         let mut socket = Netlink::open(NETLINK_NETFILTER)?;
         let mode = ConfigMode::new_packet(rules::LOGGED);
         let timeout: Timeout = Duration::from_millis(50).into();
         let message = config_request(
             NetfilterProtoFamily::Unspec,
-            rules::LOG_GROUP,
+            group,
             vec![ConfigCmd::Bind.into(), mode.into(), timeout.into()],
         );
         let NetlinkPayload::InnerMessage(message) = message.payload else {
@@ -91,8 +93,15 @@ fn read(attributes: &[PacketNla]) -> Option<Denied> {
             _ => {}
         }
     }
-    let (destination, port, protocol) = headers(packet?)?;
-    Some(Denied { destination, port, protocol, prefix })
+    let packet = packet?;
+    let (destination, port, protocol) = headers(packet)?;
+    Some(Denied { source: source(packet), destination, port, protocol, prefix })
+}
+
+/// Where an IPv4 packet came from.
+fn source(packet: &[u8]) -> Option<Ipv4Addr> {
+    let address: [u8; 4] = packet.get(12..16)?.try_into().ok()?;
+    (packet.first()? >> 4 == 4).then(|| address.into())
 }
 
 /// Destination, port and protocol of an IP packet, as far as it goes.
@@ -121,7 +130,9 @@ fn headers(packet: &[u8]) -> Option<(String, Option<u16>, String)> {
 
 #[cfg(test)]
 mod tests {
-    use super::headers;
+    use std::net::Ipv4Addr;
+
+    use super::{headers, source};
 
     #[test]
     fn reads_what_there_is_of_a_packet() {
@@ -131,6 +142,10 @@ mod tests {
         tcp[16..20].copy_from_slice(&[10, 0, 0, 9]);
         tcp[22..24].copy_from_slice(&443u16.to_be_bytes());
         assert_eq!(headers(&tcp), Some(("10.0.0.9".into(), Some(443), "tcp".into())));
+        tcp[12..16].copy_from_slice(&[198, 18, 0, 1]);
+        assert_eq!(source(&tcp), Some(Ipv4Addr::new(198, 18, 0, 1)));
+        assert_eq!(source(&tcp[..15]), None);
+        assert_eq!(source(&[0x60; 44]), None);
         // Options push the ports away; a cut packet has none.
         tcp[0] = 0x46;
         assert_eq!(headers(&tcp), Some(("10.0.0.9".into(), None, "tcp".into())));

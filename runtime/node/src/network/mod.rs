@@ -17,6 +17,7 @@ mod netlink;
 mod nft;
 pub mod pool;
 mod rules;
+mod wall;
 
 pub use egress::Egress;
 pub use guard::EgressCounts;

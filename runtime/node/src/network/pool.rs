@@ -38,6 +38,7 @@ use super::egress::Egress;
 use super::guard::Guard;
 use super::netlink::Links;
 use super::nft::{Batch, Netfilter, entrance_key};
+use super::wall::{Face, Wall};
 use super::{kernel, rules};
 use crate::event::EventSender;
 
@@ -128,6 +129,7 @@ pub struct PoolStatus {
 #[derive(Debug)]
 pub struct Pool {
     shared: Arc<Shared>,
+    wall: Wall,
     filler: Option<JoinHandle<()>>,
 }
 
@@ -175,7 +177,7 @@ impl Pool {
             })
             .transpose()
             .map_err(failed("start a thread"))?;
-        Ok(Self { shared, filler })
+        Ok(Self { shared, wall: Wall::start(), filler })
     }
 
     /// A way out for sandbox `id` under `egress`.
@@ -205,10 +207,11 @@ impl Pool {
             .map_err(failed("list this host's addresses"))?;
         slot.inside.commit(&rules::allow(egress, &own)).map_err(failed("set a sandbox's rules"))?;
         let named = Named::open(slot.wire, egress)?;
-        let Slot { tap, namespace, inside, dns, log, wire: _ } = slot;
+        let Slot { tap, namespace, inside, dns, log, inner, wire: _ } = slot;
+        let face = self.wall.know(inner, id, events.clone());
         let guard = Guard::start(id, egress.clone(), resolvers, (inside, dns, log), events)
             .map_err(failed("start a thread"))?;
-        Ok(Lease { tap, guard, _named: named, _namespace: namespace, _place: place })
+        Ok(Lease { tap, guard, _face: face, _named: named, _namespace: namespace, _place: place })
     }
 
     /// Takes over the way out of a sandbox whose monitor has outlived the process that made it, and
@@ -233,17 +236,20 @@ impl Pool {
             let enter = || {
                 let network = Some(LinkNameSpaceType::Network);
                 move_into_link_name_space(namespace.as_fd(), network)?;
-                let inside = (Netfilter::open()?, name_socket()?, super::log::Log::open()?);
+                let inside =
+                    (Netfilter::open()?, name_socket()?, super::log::Log::open(rules::LOG_GROUP)?);
                 Ok((inside, Links::open()?.peer(UPLINK)?))
             };
             let thread = thread::Builder::new().spawn_scoped(scope, enter)?;
             thread.join().unwrap_or_else(|_| Err(io::Error::other("a panic")))
         })
         .map_err(failed("enter a sandbox's namespace"))?;
+        let inner = inner_of(wire).map_err(failed("find a wire's address"))?;
         let named = Named::open(wire, egress)?;
+        let face = self.wall.know(inner, id, events.clone());
         let guard = Guard::start(id, egress.clone(), self.resolvers(), inside, events)
             .map_err(failed("start a thread"))?;
-        Ok(Lease { tap, guard, _named: named, _namespace: namespace, _place: place })
+        Ok(Lease { tap, guard, _face: face, _named: named, _namespace: namespace, _place: place })
     }
 
     fn resolvers(&self) -> Vec<SocketAddr> {
@@ -371,6 +377,7 @@ impl Drop for Named {
 pub struct Lease {
     tap: OwnedFd,
     guard: Guard,
+    _face: Face,
     _named: Named,
     _namespace: OwnedFd,
     _place: Place,
@@ -403,6 +410,8 @@ struct Slot {
     log: super::log::Log,
     /// The host's end.
     wire: u32,
+    /// The address of the other end, which the host sees the sandbox behind.
+    inner: Ipv4Addr,
 }
 
 /// The part that is made inside.
@@ -446,7 +455,7 @@ impl Slot {
         links.add_address(wire, outer, 31).map_err(failed("set a wire's address"))?;
         links.set_up(wire, None).map_err(failed("switch a wire on"))?;
         let Inside { tap, namespace, filter, dns, log } = inside;
-        Ok(Self { tap, namespace, inside: filter, dns, log, wire })
+        Ok(Self { tap, namespace, inside: filter, dns, log, wire, inner })
     }
 }
 
@@ -465,7 +474,8 @@ impl Inside {
         filter
             .commit(&rules::namespace(connections))
             .map_err(failed("set a namespace's packet filter"))?;
-        let log = super::log::Log::open().map_err(failed("listen to the packet filter"))?;
+        let log = super::log::Log::open(rules::LOG_GROUP)
+            .map_err(failed("listen to the packet filter"))?;
         // No addresses of its own, and nothing asked on the guest's wire.
         quiet_ipv6();
         let mut links = Links::open().map_err(failed("open a netlink socket"))?;
@@ -534,6 +544,17 @@ fn wire_name(number: u32) -> String {
 fn wire_addresses(number: u32) -> (Ipv4Addr, Ipv4Addr) {
     let outer = u32::from(WIRE_ADDRESSES.0) + 2 * number;
     (Ipv4Addr::from(outer), Ipv4Addr::from(outer + 1))
+}
+
+/// The namespace's address of the wire whose host's end is interface `wire`.
+fn inner_of(wire: u32) -> io::Result<Ipv4Addr> {
+    let links = Links::open()?.list()?;
+    let prefix = WIRES.trim_end_matches('*');
+    let number = links
+        .into_iter()
+        .find(|(index, _)| *index == wire)
+        .and_then(|(_, name)| u32::from_str_radix(name.strip_prefix(prefix)?, 16).ok());
+    number.map(|number| wire_addresses(number).1).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
 /// A number nobody on this host uses. Where two look at the same time, the name they both try is

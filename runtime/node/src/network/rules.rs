@@ -10,7 +10,7 @@
 //! Each wall holds alone what matters most: even a namespace that let everything through would not
 //! reach the host, its metadata service or another sandbox. New connections *to* a sandbox exist
 //! nowhere. Everything denied is counted, and logged with a limit to whoever listens inside the
-//! namespace.
+//! namespace, or on the host.
 
 use std::net::Ipv4Addr;
 
@@ -23,7 +23,7 @@ use super::pool::{GATEWAY, GUEST, TAP, WIRE_ADDRESSES, WIRES};
 /// The table inside a namespace.
 pub(crate) const TABLE: &str = "parbake";
 /// The table of the host. Its number changes whenever its content does.
-pub(crate) const HOST_TABLE: &str = "parbake_1";
+pub(crate) const HOST_TABLE: &str = "parbake_2";
 /// The set of flows that answered names have opened.
 pub(crate) const OPEN: &str = "open";
 /// Most flows in it.
@@ -32,6 +32,8 @@ pub(crate) const MOST_OPEN: u32 = 1024;
 pub(crate) const NAMED: &str = "named";
 /// The group logs of a namespace go to.
 pub(crate) const LOG_GROUP: u16 = 1;
+/// The group the host's log goes to.
+pub(crate) const HOST_LOG_GROUP: u16 = 0x5042;
 /// Bytes of each denied packet that are looked at.
 pub(crate) const LOGGED: u32 = 64;
 
@@ -54,6 +56,7 @@ pub(crate) fn reason(prefix: &str) -> &'static str {
         "forged" => "forged source",
         "ipv6" => "IPv6",
         "flood" => "too many connections",
+        "wall" => "kept back by the host",
         _ => "not allowed",
     }
 }
@@ -193,7 +196,12 @@ pub(crate) fn host(guard: bool) -> Batch {
     batch.counter("blocked");
     batch.set(NAMED, ENTRANCE, 8, 65_536);
     batch.chain("refused");
-    batch.rule("refused", Rule::new().count("blocked").drop());
+    batch.chain("told");
+    let (rate, burst) = LOG_RATE;
+    batch.rule("told", Rule::new().at_most(rate, burst).log(HOST_LOG_GROUP, "wall"));
+    batch.rule("told", Rule::new().drop());
+    batch.rule("refused", Rule::new().count("blocked"));
+    batch.rule("refused", Rule::new().goto("told"));
     batch.chain("leaving");
     batch.rule("leaving", Rule::new().ipv6().goto("refused"));
     batch.rule("leaving", Rule::new().to(WIRES).goto("refused"));
@@ -215,7 +223,8 @@ pub(crate) fn host(guard: bool) -> Batch {
     batch.base_chain("input", (Hook::Input, -10), Kind::Filter, Policy::Accept);
     let entering = || Rule::new().from(WIRES);
     batch.rule("input", entering().ipv4().entrance_in(NAMED).accept());
-    batch.rule("input", entering().count("host").drop());
+    batch.rule("input", entering().count("host"));
+    batch.rule("input", entering().goto("told"));
 
     batch.base_chain("postrouting", (Hook::Postrouting, 100), Kind::Nat, Policy::Accept);
     let own = Rule::new().ipv4().source(wires).not_to(WIRES);

@@ -343,6 +343,33 @@ fn a_wide_rule_opens_neither_host_nor_metadata_nor_neighbour() {
     assert_eq!(neighbour.lease.counts().denied, 0);
 }
 
+/// An address that the host got after the sandbox did: only the host's own wall knows it.
+#[test]
+fn what_only_the_host_keeps_back_is_told_to_who_runs_the_sandbox() {
+    if skipped() {
+        return;
+    }
+    let net = Net::new();
+    let pool = net.pool(0);
+    let guest = Guest::new(&pool, "allow=0.0.0.0/0");
+    let neighbour = Guest::new(&pool, "allow=0.0.0.0/0");
+    let later = Ipv4Addr::new(10, 9, 0, 77);
+    let mut links = Links::open().unwrap();
+    let index = links.index("h0").unwrap();
+    links.add_address(index, later, 24).unwrap();
+    let host = TcpListener::bind((later, 80)).unwrap();
+    host.set_nonblocking(true).unwrap();
+    assert!(guest.tcp(later, 80).is_err());
+    assert!(host.accept().is_err(), "the host was reached");
+    guest.denied(later, Some(80), "tcp", "kept back by the host");
+    assert!(neighbour.events.try_recv().is_err(), "told to another");
+    // A second listener on the same host is told nothing, and does no harm.
+    let other = net.pool(0);
+    let stranger = Guest::new(&other, "allow=0.0.0.0/0");
+    assert!(stranger.tcp(later, 80).is_err());
+    assert!(stranger.events.try_recv().is_err());
+}
+
 #[test]
 fn anywhere_is_everywhere_but_what_is_blocked() {
     if skipped() {

@@ -405,7 +405,9 @@ impl Manager {
         self.count_denied(entry);
         let machine = lock(&entry.machine).take();
         if let Some(mut machine) = machine
-            && let Err(error) = machine.release_workspace()
+            && machine.has_workspace()
+            && let Err(error) =
+                machine.ended_by_itself().map_or_else(|| machine.release_workspace(), Err)
         {
             // It was gone already, or does not answer: the journal is replayed next time.
             let why = json!({ "why": error.to_string() });
@@ -551,7 +553,21 @@ impl Manager {
         self.metrics.denied_egress(now.saturating_sub(before));
     }
 
-    fn tick(&self) {
+    /// Ends a sandbox without keeping others waiting: one with a workspace may take its time to
+    /// write it, or never answer.
+    fn end_aside(self: &Arc<Self>, entry: &Arc<Entry>, kind: &'static str, why: Option<String>) {
+        if lock(&entry.facts).record.workspace.is_none() {
+            // One that is being copied this moment is met again.
+            let _ = self.end(SELF, entry, kind, why);
+            return;
+        }
+        let (manager, ending) = (Arc::clone(self), Arc::clone(entry));
+        let thread = std::thread::Builder::new().name("ending".to_owned());
+        // Where there is no thread to be had now, it is met again.
+        let _ = thread.spawn(move || manager.end(SELF, &ending, kind, why));
+    }
+
+    fn tick(self: &Arc<Self>) {
         let now = unix_ms();
         for entry in self.all() {
             let expired = {
@@ -560,8 +576,7 @@ impl Manager {
                     && facts.record.expires_unix_ms.is_some_and(|at| at <= now)
             };
             if expired {
-                // One that is being copied this moment is met again.
-                let _ = self.end(SELF, &entry, "expired", None);
+                self.end_aside(&entry, "expired", None);
                 continue;
             }
             // Whoever holds it finds out by himself.
@@ -571,7 +586,7 @@ impl Manager {
             };
             if let Some(how) = ended {
                 self.metrics.failed("run", "guestGone");
-                let _ = self.end(SELF, &entry, "ended", Some(how.to_string()));
+                self.end_aside(&entry, "ended", Some(how.to_string()));
             }
         }
         self.sweep_strays();
