@@ -390,6 +390,15 @@ fn a_recipe_is_checked_shown_and_locked() {
     world.write("parbake.yaml", &recipe().replace("GREETING: hi", "GREETING: ho"));
     world.fails(&["build", ".", "--locked", "-o", &world.rootfs()], 4, &["parbake.lock", "recipe"]);
     assert!(world.ok(&["recipe", "outdated"]).0.contains("recipe"));
+    let network = |rule: &str| format!("{}network: {{egress: {{allow: ['{rule}']}}}}\n", recipe());
+    world.write("parbake.yaml", &network("packages.example"));
+    world.fails(&["build", ".", "-t", "x"], 1, &["packages.example", "network.egress.allow"]);
+    let policy = network("packages.example:443");
+    world.write("parbake.yaml", &format!("{policy}snapshot: {{enabled: false}}\n"));
+    world.ok(&["build", ".", "-t", "reaching"]);
+    world.fails(&["bake", "reaching"], 4, &["snapshot.enabled"]);
+    let found = world.json(&["inspect", "reaching"]);
+    assert_eq!(found["template"]["egress"], serde_json::json!(["packages.example:443"]));
     world.write("parbake.yaml", &recipe().replace("freeMib: 64", "freeMib: much"));
     world.fails(&["recipe", "check"], 1, &["parbake.yaml:"]);
     world.write("parbake.yaml", &format!("{}surprise: 1\n", recipe()));

@@ -96,13 +96,18 @@ impl World {
         entries.map(|entry| entry.unwrap().path()).collect()
     }
 
+    /// Whether guests run here and not in the lab.
+    fn on_kvm(&self) -> bool {
+        let doctor = self.command("machines").args(["doctor", "--format", "json"]).output();
+        let doctor: Value = serde_json::from_slice(&doctor.unwrap().stdout).unwrap();
+        doctor["host"]["kvmUsable"] == true
+    }
+
     /// Monitors that run where guests do.
     fn monitors(&self) -> String {
         let script =
             "for p in /proc/[0-9]*/comm; do grep -h parbake-vmm $p; done 2>/dev/null; true";
-        let doctor = self.command("machines").args(["doctor", "--format", "json"]).output();
-        let doctor: Value = serde_json::from_slice(&doctor.unwrap().stdout).unwrap();
-        let output = if doctor["host"]["kvmUsable"] == true {
+        let output = if self.on_kvm() {
             Command::new("sh").args(["-c", script]).output()
         } else {
             self.command("machines").args(["lab", "exec", "--", "sh", "-c", script]).output()
@@ -169,7 +174,8 @@ USER root
 RUN --mount=type=secret,id=token --mount=type=secret,id=token,env=TOKEN,target=/s,mode=0440,gid=7 \
     --mount=type=cache,target=/cache,id=c --mount=type=tmpfs,target=/mem \
     --mount=type=bind,source=given,target=/deep/down/given --mount=type=bind,from=tools,source=/opt,target=/o,rw \
-    set -e; grep -qx 'correct-[h]orse' /run/secrets/token; test "$(stat -c %a:%g /s)" = 440:7; case "$TOKEN" in correct-[h]orse) ;; *) exit 9;; esac; \
+    set -e; test ! -e /etc/debian_version; test ! -e /opt/tool/a; test "$(stat -c %h /opt/hard)" = 3; \
+    grep -qx 'correct-[h]orse' /run/secrets/token; test "$(stat -c %a:%g /s)" = 440:7; case "$TOKEN" in correct-[h]orse) ;; *) exit 9;; esac; \
     ! echo x 2>/dev/null > /deep/down/given; echo x > /o/hard; test "$(cat /o/tool/old/a)" = 1; \
     echo one > /cache/kept; mkdir /cache/gone; echo x > /cache/gone/x; ln /cache/kept /cache/linked; \
     echo x > /mem/x; cmp /deep/down/given /given; test "$(stat -f -c %T /mem)" = tmpfs
@@ -250,6 +256,40 @@ fn steps_that_fail_in_machines_say_so() {
     world.fails("sandbox", &["-o", &out, "--egress", "none"], 2, &["--builder microvm"]);
     assert!(world.leftovers().is_empty(), "{:?}", world.leftovers());
     assert!(!world.path("out.ext4").exists());
+}
+
+#[test]
+fn machines_reach_what_their_policy_says() {
+    let Some(world) = World::new() else { return };
+    if world.on_kvm() {
+        println!("skipped: what listens here is this host's, which no policy but its name opens");
+        return;
+    }
+    // What is this machine's loopback is the lab's neighbour.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let _ = std::io::Write::write_all(&mut stream, b"hello");
+        }
+    });
+    let program = format!(
+        "import socket; print(\"said\", socket.create_connection((\"10.0.2.2\", {port}), 20).recv(9))"
+    );
+    world.dockerfile(&format!("FROM BASE\nRUN cat /etc/resolv.conf; python3 -c '{program}'\n"));
+    let out = format!("rootfs={}", world.path("out.ext4").display());
+    for policy in [&[][..], &["--egress", &format!("allow=10.0.2.2:{port}")]] {
+        let (_, said) = world.built("microvm", &[&["-o", &out, "--no-cache"][..], policy].concat());
+        assert!(said.contains("said b'hello'") && said.contains("nameserver"), "{said}");
+    }
+    for policy in [&["--egress", "allow=10.0.2.2:1"][..], &["--network", "none"]] {
+        let words = ["exit code 1", "Error"];
+        let all = [&["-o", &out, "--no-cache"][..], policy].concat();
+        let said = world.fails("microvm", &all, 5, &words);
+        assert!(!said.contains("said b'hello'"), "{said}");
+        let told = said.contains("denied: tcp to 10.0.2.2");
+        assert_eq!(told, policy[0] == "--egress", "{said}");
+    }
 }
 
 #[test]

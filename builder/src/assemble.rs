@@ -41,6 +41,8 @@ pub struct AssembleOptions {
     pub bake: Option<BakeInstructions>,
     /// What sandboxes may reach where nobody says otherwise.
     pub egress: Vec<String>,
+    /// There are to be no snapshots of it.
+    pub no_snapshot: bool,
     /// Secrets of the build, which must not be in the root filesystem.
     pub secrets: BTreeMap<String, Vec<u8>>,
     /// A directory that remembers which root filesystem the same layers gave before.
@@ -154,6 +156,7 @@ pub fn assemble(
         labels,
         bake: options.bake.clone(),
         egress: options.egress.clone(),
+        no_snapshot: options.no_snapshot,
     };
     let digest = store.put_json(&manifest)?.digest;
     for name in &options.names {

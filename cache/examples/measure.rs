@@ -156,6 +156,7 @@ fn install_files(store: &Store, files: &[PathBuf], chunk: u32) -> Result<Digest,
         labels: BTreeMap::new(),
         bake: None,
         egress: Vec::new(),
+        no_snapshot: false,
     };
     let template = store.put_json(&template)?.digest;
     if let Some(memory) = images.next() {

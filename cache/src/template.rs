@@ -46,6 +46,9 @@ pub struct TemplateManifest {
     /// Labels of the image and of the build, sorted by key.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     pub labels: std::collections::BTreeMap<String, String>,
+    /// There are to be no snapshots of it: sandboxes boot cold.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub no_snapshot: bool,
     /// What a bake does between boot and freeze; absent: nothing, a booted guest is frozen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bake: Option<BakeInstructions>,

@@ -70,6 +70,7 @@ impl ShapeArgs {
 pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
     let store = context.store()?;
     let template = guest::find(&store, &args.template)?;
+    refuse_without_snapshots(&template)?;
     if let Place::Lab = guest::place(context)? {
         return guest::in_lab(context);
     }
@@ -83,11 +84,21 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
 /// Bakes every shape a template wants, on this machine, with reports.
 pub fn run_digest(context: &Context, store: &Store, digest: parbake_cache::Digest) -> CliResult {
     let template = guest::find(store, &digest.to_string())?;
+    refuse_without_snapshots(&template)?;
     for shape in ShapeArgs::default().shapes(&template) {
         let baked = bake(context, store, &template, shape, READY_TIMEOUT)?;
         report(context, &template, &baked)?;
     }
     Ok(())
+}
+
+fn refuse_without_snapshots(template: &Template) -> CliResult {
+    if !template.manifest.no_snapshot {
+        return Ok(());
+    }
+    let what = format!("there are to be no snapshots of {}", template.label());
+    Err(CliError::new(Kind::Refused, what)
+        .hint("its recipe says so with snapshot.enabled: false; `parbake run` boots it cold"))
 }
 
 /// Bakes on this machine, with progress.

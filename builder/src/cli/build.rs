@@ -172,6 +172,7 @@ struct Material {
     labels: BTreeMap<String, String>,
     bake: Option<BakeInstructions>,
     egress: Vec<String>,
+    no_snapshot: bool,
     /// What is held against a lock file, or written into one.
     lock: Option<LockWork>,
     /// Steps done and steps found in the cache, where there were steps.
@@ -263,6 +264,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult<u8> {
         labels: material.labels.clone(),
         bake: material.bake.clone(),
         egress: material.egress.clone(),
+        no_snapshot: material.no_snapshot,
         secrets,
         cache: args.from.is_none().then(|| build_directory(&store).join("rootfs")),
         cancel,
@@ -343,6 +345,7 @@ fn from_image(context: &Context, args: &Args, from: &ImageSource) -> CliResult<M
         labels: args.source.labels(),
         bake,
         egress: Vec::new(),
+        no_snapshot: false,
         lock: None,
         steps: None,
         _scratch: None,
@@ -371,7 +374,10 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         source.check_kernel(locked).map_err(source_error)?;
     }
     let directory = build_directory(&store);
-    let kernel = args.kernel.clone().unwrap_or_default();
+    let (kernel, egress) = match source.loaded() {
+        Some(loaded) => (kernel_choice(args, &loaded.bake, &load.context)?, egress(&loaded.bake)?),
+        None => (args.kernel.clone().unwrap_or_default(), Vec::new()),
+    };
     let mut executor = args.builder.executor(context, choice, &directory, kernel)?;
     let claim = execute::claim(&directory).map_err(steps::execute_error)?;
     let scratch = tempfile::Builder::new()
@@ -412,7 +418,6 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
     });
     drop(view);
     let Built { image: made, bake, instructions, reference } = built.map_err(source_error)?;
-    let egress = egress(&bake)?;
     for text in unkept(&bake) {
         context.progress.note(&format!("warning: {text}"));
     }
@@ -448,6 +453,7 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         labels,
         bake: instructions,
         egress,
+        no_snapshot: !bake.snapshot.enabled,
         lock,
         steps: Some((made.executed, made.cached)),
         _scratch: Some((scratch, claim)),
@@ -469,10 +475,6 @@ fn egress(bake: &parbake_recipes::recipe::BakeSpec) -> CliResult<Vec<String>> {
 /// What a recipe may say and a template cannot keep yet.
 fn unkept(bake: &parbake_recipes::recipe::BakeSpec) -> Vec<String> {
     let mut texts = Vec::new();
-    if !bake.snapshot.enabled {
-        texts
-            .push("snapshot.enabled is false, but `parbake run` bakes what has no snapshot".into());
-    }
     if !bake.network.ports.is_empty() {
         texts.push("network.ports are not kept in the template; nothing is forwarded".into());
     }

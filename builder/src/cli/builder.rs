@@ -9,6 +9,7 @@ use parbake_builder::execute::{
 use parbake_builder::kernel::{self, KernelChoice};
 use parbake_cache::template::{KernelBundle, MachineShape};
 use parbake_cache::{Digest, Store};
+use parbake_node::event::Watch;
 use parbake_node::network::Egress;
 use parbake_node::terminal::stdio::{self, Ended};
 
@@ -229,9 +230,14 @@ pub fn step_guest(args: &StepGuestArgs) -> CliResult<u8> {
     let machine: StepGuest =
         serde_json::from_str(&args.machine).map_err(|error| CliError::new(Kind::Usage, error))?;
     let failed = |error| guest::sandbox_error(error, Kind::Sandbox);
-    let mut sandbox = execute::run_guest(&machine, Some(interrupt::asked)).map_err(failed)?;
+    let (events, watch) = Watch::new();
+    let mut sandbox =
+        execute::run_guest(&machine, Some(interrupt::asked), events).map_err(failed)?;
     let client = sandbox.connect().map_err(failed)?;
     let ended = stdio::run(client, execute::step_request(), || {});
+    for line in watch.lines() {
+        eprintln!("{line}");
+    }
     match ended {
         Ok(Ended::Exited(exit)) => Ok(u8::try_from(exit.shell_code()).unwrap_or(125)),
         Ok(Ended::HungUp) => Err(CliError::interrupted()),

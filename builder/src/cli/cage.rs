@@ -1,11 +1,10 @@
 //! What one sandbox may reach and use: the options every command has that makes one.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
 use parbake_cache::template::TemplateManifest;
-use parbake_node::event::{EventKind, SandboxEvent};
+use parbake_node::event::Watch;
 use parbake_node::limits::{CgroupPolicy, Limits};
 use parbake_node::network::egress::Rule;
 use parbake_node::network::{Egress, Pool, PoolOptions};
@@ -13,11 +12,6 @@ use parbake_node::sandbox::SandboxOptions;
 
 use super::error::{CliError, CliResult, Kind};
 use super::prune::size;
-
-/// Most events kept until they are shown.
-const MOST_EVENTS: usize = 1024;
-/// Most of them shown; the rest is counted.
-const MOST_SHOWN: usize = 20;
 
 /// What one sandbox may reach and use.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -45,12 +39,6 @@ pub struct CageArgs {
     /// Do not start where the host cannot hold the sandbox to its limits (no cgroups)
     #[arg(long)]
     require_limits: bool,
-}
-
-/// A cage being watched.
-#[derive(Debug)]
-pub struct Watch {
-    events: Receiver<SandboxEvent>,
 }
 
 impl CageArgs {
@@ -93,41 +81,9 @@ impl CageArgs {
             let pool = pool.map_err(|error| CliError::new(Kind::Sandbox, error))?;
             options.network_pool = Some(Arc::new(pool));
         }
-        let (sender, events) = sync_channel(MOST_EVENTS);
+        let (sender, watch) = Watch::new();
         options.events = Some(sender);
-        Ok(Watch { events })
-    }
-}
-
-impl Watch {
-    /// What happened, one line each, the same only once.
-    pub fn lines(&self) -> Vec<String> {
-        let mut seen = Vec::new();
-        for event in self.events.try_iter() {
-            let line = match event.kind {
-                EventKind::EgressDenied { destination, port, protocol, reason } => {
-                    let port = port.map(|port| format!(":{port}")).unwrap_or_default();
-                    format!("denied: {protocol} to {destination}{port} ({reason})")
-                }
-                EventKind::NameDenied { name, reason } => format!("denied: name {name} ({reason})"),
-                EventKind::LimitHit(hit) => format!("limit reached: {}", hit.detail),
-                EventKind::NameOpened { .. } => continue,
-            };
-            match seen.iter_mut().find(|(text, _)| *text == line) {
-                Some((_, count)) => *count += 1,
-                None => seen.push((line, 1usize)),
-            }
-        }
-        let more = seen.len().saturating_sub(MOST_SHOWN);
-        let mut lines: Vec<String> = seen
-            .into_iter()
-            .take(MOST_SHOWN)
-            .map(|(line, count)| if count > 1 { format!("{line}, {count} times") } else { line })
-            .collect();
-        if more > 0 {
-            lines.push(format!("and {more} more"));
-        }
-        lines
+        Ok(watch)
     }
 }
 
@@ -162,6 +118,33 @@ fn processors(text: &str) -> Result<u32, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn template(egress: &[&str]) -> TemplateManifest {
+        let empty = serde_json::json!({
+            "digest": format!("sha256:{}", "0".repeat(64)), "size": 0,
+        });
+        serde_json::from_value(serde_json::json!({
+            "schemaVersion": 1, "architecture": "amd64", "rootfs": empty, "kernel": empty,
+            "process": {}, "machine": { "vcpus": 1, "memoryMib": 64 },
+            "source": { "reference": "x" }, "egress": egress,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn who_says_something_is_not_told_by_the_template() {
+        let says = |options: &[&str], rules: &[&str]| {
+            let egress = options.iter().map(|text| Egress::parse(text).unwrap()).collect();
+            let cage = CageArgs { egress, ..CageArgs::default() };
+            cage.egress(&template(rules)).map(|egress| egress.to_string())
+        };
+        assert_eq!(says(&[], &[]).unwrap(), "none");
+        let of_template = "allow=a.example:443,allow=10.0.0.0/8";
+        assert_eq!(says(&[], &["a.example:443", "10.0.0.0/8"]).unwrap(), of_template);
+        assert_eq!(says(&["none"], &["a.example:443"]).unwrap(), "none");
+        assert_eq!(says(&["allow=10.0.0.5"], &["*"]).unwrap(), "allow=10.0.0.5");
+        assert!(says(&[], &["nonsense"]).unwrap_err().to_string().contains("network policy"));
+    }
 
     #[test]
     fn times_and_processors_are_read() {

@@ -10,6 +10,7 @@ use parbake_cache::registry::RegistryOptions;
 use parbake_cache::template::SnapshotManifest;
 use parbake_cache::variant::Choice;
 use parbake_cache::{Store, TemplateName};
+use parbake_node::event::Watch;
 use parbake_node::limits::LimitHit;
 use parbake_node::monitor::MonitorError;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
@@ -17,7 +18,7 @@ use parbake_protocol::agent::{ExecRequest, FailureKind};
 use serde_json::json;
 
 use super::bake::ShapeArgs;
-use super::cage::{self, CageArgs, Watch};
+use super::cage::{self, CageArgs};
 use super::error::{Classify, CliError, CliResult, Kind};
 use super::guest::{self, Place};
 use super::remote::{self, Arrivals, RegistryArgs};
@@ -222,7 +223,7 @@ fn run_installed(
     options.hostname.clone_from(&args.hostname);
     let watch = args.cage.apply(&template.manifest, &mut options)?;
     args.workspace.apply(context, &mut options)?;
-    let (sandbox, how) = if args.cold {
+    let (sandbox, how) = if args.cold || template.manifest.no_snapshot {
         let files = template.boot_files(store).kind(Kind::Sandbox)?;
         let sandbox = Sandbox::boot(&files, shape, &template.manifest.process, &options);
         (sandbox.map_err(|error| guest::sandbox_error(error, Kind::Sandbox))?, "cold")
@@ -384,8 +385,9 @@ fn request(args: &Args, template: &Template) -> CliResult<ExecRequest> {
     } else {
         argv.extend(args.command.iter().map(|word| word.as_bytes().to_vec()));
     }
+    let cold = args.cold || template.manifest.no_snapshot;
     let running = template.manifest.bake.as_ref().is_some_and(|bake| bake.start_process);
-    if running && !args.cold && args.command.is_empty() && args.entrypoint.is_none() {
+    if running && !cold && args.command.is_empty() && args.entrypoint.is_none() {
         return Err(CliError::new(
             Kind::Sandbox,
             format!("the process of {} runs in every sandbox of it already", template.label()),

@@ -173,6 +173,23 @@ fn number(value: u64) -> io::Result<u32> {
     u32::try_from(value).map_err(|_| io::Error::other("an owner's number is out of range"))
 }
 
+/// A device's number in a header: octal digits, or, marked by the highest bit, base 256.
+fn device_number(field: &[u8]) -> io::Result<u32> {
+    let wrong = || io::Error::other("a device's number is out of range");
+    if let [0x80, rest @ ..] = field {
+        return rest.iter().try_fold(0u32, |number, byte| {
+            let number = number.checked_mul(256).and_then(|n| n.checked_add((*byte).into()));
+            number.ok_or_else(wrong)
+        });
+    }
+    let text = field.split(|byte| *byte == 0).next().unwrap_or_default().trim_ascii();
+    if text.is_empty() {
+        return Ok(0);
+    }
+    let text = std::str::from_utf8(text).map_err(|_| wrong())?;
+    u32::from_str_radix(text, 8).map_err(|_| wrong())
+}
+
 fn parse_time(text: &str) -> Option<(i64, i64)> {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
     let seconds: i64 = whole.parse().ok()?;
@@ -261,9 +278,9 @@ fn make<R: Read>(
         }
         EntryType::Fifo => node(FileType::Fifo, 0),
         EntryType::Char | EntryType::Block => {
-            let header = entry.header();
+            let header = entry.header().as_bytes();
             let device =
-                makedev(header.device_major()?.unwrap_or(0), header.device_minor()?.unwrap_or(0));
+                makedev(device_number(&header[329..337])?, device_number(&header[337..345])?);
             let kind = match kind {
                 EntryType::Char => FileType::CharacterDevice,
                 _ => FileType::BlockDevice,
@@ -320,6 +337,21 @@ mod tests {
         assert!(dest.join("abs").exists());
         let bytes = archive(&[("hard", EntryType::Link, "../victim")]);
         assert!(unpack(&bytes[..], &dest, Unpack::default()).is_err());
+    }
+
+    #[test]
+    fn device_numbers_are_octal_or_of_base_256() {
+        for (field, number) in [
+            (&b"0000003\0"[..], 3),
+            (b"  17 \0\0\0", 15),
+            (b"\0\0\0\0\0\0\0\0", 0),
+            (b"\x80\0\0\0\0\0\x01\x05", 261),
+        ] {
+            assert_eq!(device_number(field).unwrap(), number);
+        }
+        for field in [&b"\x80\0\x01\0\0\0\0\0"[..], b"9\0\0\0\0\0\0\0", b"\xff\xff\0\0\0\0\0\0"] {
+            assert!(device_number(field).is_err(), "{field:?}");
+        }
     }
 
     #[test]

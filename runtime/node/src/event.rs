@@ -1,12 +1,17 @@
 //! What happened to a sandbox that whoever runs it should know.
 
 use std::net::Ipv4Addr;
-use std::sync::mpsc::SyncSender;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::SystemTime;
 
 use serde::Serialize;
 
 use crate::limits::LimitHit;
+
+/// Most events kept until they are shown.
+const MOST_EVENTS: usize = 1024;
+/// Most of them shown; the rest is counted.
+const MOST_SHOWN: usize = 20;
 
 /// Where events go. The channel's bound is the caller's; what does not fit is dropped, as a
 /// sandbox must neither wait for its listener nor fill memory.
@@ -64,4 +69,50 @@ pub enum EventKind {
 
 fn seconds<S: serde::Serializer>(at: &SystemTime, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_f64(at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64())
+}
+
+/// A sandbox being watched by somebody who reads lines.
+#[derive(Debug)]
+pub struct Watch {
+    events: Receiver<SandboxEvent>,
+}
+
+impl Watch {
+    /// Where the events go, and where they come out.
+    #[must_use]
+    pub fn new() -> (EventSender, Self) {
+        let (sender, events) = sync_channel(MOST_EVENTS);
+        (sender, Self { events })
+    }
+
+    /// What happened, one line each, the same only once.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        let mut seen = Vec::new();
+        for event in self.events.try_iter() {
+            let line = match event.kind {
+                EventKind::EgressDenied { destination, port, protocol, reason } => {
+                    let port = port.map(|port| format!(":{port}")).unwrap_or_default();
+                    format!("denied: {protocol} to {destination}{port} ({reason})")
+                }
+                EventKind::NameDenied { name, reason } => format!("denied: name {name} ({reason})"),
+                EventKind::LimitHit(hit) => format!("limit reached: {}", hit.detail),
+                EventKind::NameOpened { .. } => continue,
+            };
+            match seen.iter_mut().find(|(text, _)| *text == line) {
+                Some((_, count)) => *count += 1,
+                None => seen.push((line, 1usize)),
+            }
+        }
+        let more = seen.len().saturating_sub(MOST_SHOWN);
+        let mut lines: Vec<String> = seen
+            .into_iter()
+            .take(MOST_SHOWN)
+            .map(|(line, count)| if count > 1 { format!("{line}, {count} times") } else { line })
+            .collect();
+        if more > 0 {
+            lines.push(format!("and {more} more"));
+        }
+        lines
+    }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use parbake_cache::template::{MachineShape, ProcessConfig};
 use parbake_host::lab::Lab;
+use parbake_node::event::EventSender;
 use parbake_node::limits::Limits;
 use parbake_node::network::Egress;
 use parbake_node::sandbox::{BootFiles, Sandbox, SandboxError, SandboxOptions};
@@ -41,7 +42,8 @@ pub struct InLab {
     /// The lab.
     pub lab: Lab,
     /// This program and its words, as the lab finds it; the machine's description is added as one
-    /// more. It boots the machine and connects its own input and output to [`step_request`].
+    /// more. It boots the machine, connects its own input and output to [`step_request`], and says on
+    /// its standard error what the machine was denied.
     pub command: Vec<OsString>,
     /// `NAME=value` entries of its environment.
     pub env: Vec<Vec<u8>>,
@@ -69,13 +71,14 @@ pub struct StepGuest {
     pub ready_timeout_ms: u64,
 }
 
-/// Boots a step's machine.
+/// Boots a step's machine. What it is denied goes to `events`.
 ///
 /// # Errors
 /// See [`SandboxError`]; nothing is left then.
 pub fn run_guest(
     guest: &StepGuest,
     cancelled: Option<fn() -> bool>,
+    events: EventSender,
 ) -> Result<Sandbox, SandboxError> {
     let mut disks = guest.disks.iter().cloned();
     let files = BootFiles {
@@ -90,6 +93,7 @@ pub fn run_guest(
         ready_timeout: Duration::from_millis(guest.ready_timeout_ms),
         egress: guest.egress.clone(),
         limits: Limits::default(),
+        events: Some(events),
         cancelled,
         ..SandboxOptions::default()
     };

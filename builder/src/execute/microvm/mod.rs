@@ -21,9 +21,10 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parbake_cache::template::MachineShape;
+use parbake_node::event::Watch;
 use parbake_node::network::Egress;
 use parbake_protocol::agent::tree::{Attributes, Limits, TreeError, pack, unpack};
 use parbake_protocol::agent::{
@@ -46,6 +47,9 @@ const PORTION: usize = 256 << 10;
 
 /// Less than this left on a disk means that it is full.
 const FULL: u64 = 64 << 10;
+
+/// How long a machine may take to be gone once its step is done.
+const FAREWELL: Duration = Duration::from_secs(20);
 
 /// The end of what the machine's own programs say that is kept.
 const KEPT: usize = 4 << 10;
@@ -157,19 +161,27 @@ impl Executor for Microvm<'_> {
         };
         let limits = Limits { bytes: options.disk_bytes, ..Limits::default() };
         let mut talk = Talk { job, request: &request, limits, output };
-        let end = match &options.ground {
+        let (end, denied) = match &options.ground {
             Ground::Here => {
-                let mut sandbox = run_guest(&guest, options.cancelled)
+                let (events, watch) = Watch::new();
+                let mut sandbox = run_guest(&guest, options.cancelled, events)
                     .map_err(|error| guest::boot_failed(&error))?;
                 let session = guest::step_session(&mut sandbox)
                     .map_err(|error| guest::boot_failed(&error))?;
-                talk.run(session).map_err(|failed| failed.explain(|| sandbox.ended_by_itself()))?
+                let (end, _) = talk
+                    .run(session)
+                    .map_err(|failed| failed.explain(|| sandbox.ended_by_itself()))?;
+                drop(sandbox);
+                (end, watch.lines().join("\n"))
             }
             Ground::Lab(lab) => {
                 let session = lab.session(&guest)?;
                 talk.run(session).map_err(|failed| failed.explain(|| None))?
             }
         };
+        if !denied.is_empty() {
+            output(Stream::Stderr, format!("{denied}\n").as_bytes());
+        }
         let shortage = (end.exit.code != Some(0)).then(|| shortage(&end, options)).flatten();
         Ok(Ended { code: end.exit.shell_code(), shortage })
     }
@@ -246,7 +258,8 @@ impl From<ExecuteError> for Failed {
 }
 
 impl Talk<'_, '_> {
-    fn run<S: Channel>(&mut self, session: ExecSession<S>) -> Result<StepEnd, Failed> {
+    /// How the step ended, and what the programs between here and there said.
+    fn run<S: Channel>(&mut self, session: ExecSession<S>) -> Result<(StepEnd, String), Failed> {
         let (input, output) = session.split();
         let (job, request) = (self.job, self.request);
         let mut incoming =
@@ -255,6 +268,7 @@ impl Talk<'_, '_> {
         std::thread::scope(|scope| {
             let sender = scope.spawn(|| send(&input, request, job));
             let result = receive(&mut incoming, request, job, limits);
+            let result = result.map(|end| (end, incoming.finish()));
             // Whatever the result: nothing more is sent, and a sender that waits is let go.
             incoming.hang_up();
             let sent = sender.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
@@ -406,11 +420,7 @@ impl<'o, S: Channel> Incoming<'o, S> {
             match output.next_event() {
                 Ok(ExecEvent::Started { .. }) | Err(ClientError::TimedOut) => {}
                 Ok(ExecEvent::Stdout(bytes)) => self.frames.push(&bytes),
-                Ok(ExecEvent::Stderr(bytes)) => {
-                    self.said.extend_from_slice(&bytes);
-                    let surplus = self.said.len().saturating_sub(KEPT);
-                    self.said.drain(..surplus);
-                }
+                Ok(ExecEvent::Stderr(bytes)) => self.keep(&bytes),
                 Ok(ExecEvent::Exited(exit)) => {
                     return Ok(self.over(&format!("ended with {}", exit.shell_code())));
                 }
@@ -422,12 +432,37 @@ impl<'o, S: Channel> Incoming<'o, S> {
         }
     }
 
-    fn over(&mut self, how: &str) -> Option<Frame> {
-        self.output = None;
+    /// Waits a moment for an orderly end, so that the next machine does not meet this one; what the
+    /// programs between here and there have said.
+    fn finish(&mut self) -> String {
+        let limit = Instant::now() + FAREWELL;
+        while let Some(output) = &mut self.output {
+            match output.next_event() {
+                Ok(ExecEvent::Stderr(bytes)) => self.keep(&bytes),
+                Err(ClientError::TimedOut) | Ok(ExecEvent::Stdout(_)) if Instant::now() < limit => {
+                }
+                _ => self.output = None,
+            }
+        }
+        self.said()
+    }
+
+    fn keep(&mut self, bytes: &[u8]) {
+        self.said.extend_from_slice(bytes);
+        let surplus = self.said.len().saturating_sub(KEPT);
+        self.said.drain(..surplus);
+    }
+
+    fn said(&self) -> String {
         let said = String::from_utf8_lossy(&self.said);
         let said: String =
             said.chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect();
-        let said = said.trim();
+        said.trim().to_owned()
+    }
+
+    fn over(&mut self, how: &str) -> Option<Frame> {
+        self.output = None;
+        let said = self.said();
         let tail = if said.is_empty() { String::new() } else { format!("; it said:\n{said}") };
         self.ended = Some(ExecuteError::Host {
             what: format!("the build machine broke off before the step was done: {how}{tail}"),

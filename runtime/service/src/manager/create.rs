@@ -427,6 +427,14 @@ pub(super) fn check(extras: &Extras) -> Result<(), Problem> {
 mod tests {
     use super::*;
 
+    #[test]
+    fn no_rules_and_the_rule_none_are_two_things() {
+        let rules = |rules: &[&str]| rules.iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert_eq!(without_none(&rules(&["none"])), rules(&[]));
+        assert_eq!(without_none(&rules(&["allow=*"])), rules(&["allow=*"]));
+        assert!(egress_of(&rules(&["none", "allow=*"])).is_err());
+    }
+
     fn extras(change: impl FnOnce(&mut Extras)) -> Result<(), Problem> {
         let mut extras = Extras::default();
         change(&mut extras);
