@@ -506,7 +506,7 @@ fn secrets(args: &Args) -> BTreeMap<String, Vec<u8>> {
 }
 
 /// Step results, unpacked bases, cache mounts: beside the store's own, so that one disk holds both.
-fn build_directory(store: &Store) -> PathBuf {
+pub fn build_directory(store: &Store) -> PathBuf {
     store.root().join("build")
 }
 

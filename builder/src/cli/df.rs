@@ -3,9 +3,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::os::unix::fs::MetadataExt;
 
+use parbake_builder::execute;
 use parbake_cache::{Digest, Store};
 use serde_json::json;
 
+use super::build::build_directory;
 use super::error::CliResult;
 use super::progress::bytes;
 use super::{Context, guest, output};
@@ -33,6 +35,7 @@ pub fn run(context: &Context, _args: &Args) -> CliResult {
             "store": store.root(),
             "usage": usage,
             "freeBytes": free,
+            "buildCacheBytes": execute::disk_bytes(&build_directory(&store)),
             "templates": costs.iter().map(|(digest, cost)| json!({
                 "digest": digest,
                 "names": cost.names,
@@ -64,6 +67,10 @@ pub fn run(context: &Context, _args: &Args) -> CliResult {
         ),
         ("under way", bytes(usage.staging_bytes)),
         ("to prune", bytes(usage.reclaimable_bytes)),
+        (
+            "builds",
+            format!("{} in the build cache", bytes(execute::disk_bytes(&build_directory(&store)))),
+        ),
         ("free", bytes(free)),
     ] {
         output::line(&format!("{name:<12}{value}"))?;

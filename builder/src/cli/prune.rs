@@ -1,10 +1,12 @@
 //! `parbake prune`: what nothing needs goes.
 
+use parbake_builder::execute::{clear, disk_bytes};
 use serde_json::json;
 
-use super::error::CliResult;
+use super::build::build_directory;
+use super::error::{Classify, CliResult, Kind};
 use super::progress::bytes;
-use super::{Context, guest, output};
+use super::{Context, guest, output, steps};
 
 /// Remove what nothing in the store needs, and shrink it to a limit
 ///
@@ -16,6 +18,9 @@ pub struct Args {
     /// How much disk space the store may take, e.g. 20GiB
     #[arg(long, value_name = "SIZE", value_parser = size)]
     keep_storage: Option<u64>,
+    /// Forget what builds remember, too: steps, unpacked bases, cache mounts, downloads
+    #[arg(long)]
+    build_cache: bool,
     /// Only tell what would be freed
     #[arg(long)]
     dry_run: bool,
@@ -52,6 +57,7 @@ pub fn size(text: &str) -> Result<u64, String> {
 /// Collects, or tells what would be.
 pub fn run(context: &Context, args: &Args) -> CliResult {
     let store = context.store()?;
+    let directory = build_directory(&store);
     if args.dry_run {
         let usage = store.usage().map_err(guest::store_error)?;
         let left = usage.disk_bytes - usage.reclaimable_bytes.min(usage.disk_bytes);
@@ -62,6 +68,7 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
                 "freedBytes": usage.reclaimable_bytes,
                 "keptBytes": left,
                 "toGiveUpBytes": over,
+                "buildCacheBytes": args.build_cache.then(|| disk_bytes(&directory)),
             }));
         }
         output::line(&format!(
@@ -69,6 +76,10 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
             bytes(usage.reclaimable_bytes),
             bytes(usage.disk_bytes)
         ))?;
+        if args.build_cache {
+            let size = bytes(disk_bytes(&directory));
+            output::line(&format!("would free {size} of the build cache"))?;
+        }
         if over > 0 {
             output::line(&format!(
                 "would give up unused snapshots and kernels, the least recently used first, for another {}",
@@ -77,6 +88,10 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
         }
         return Ok(());
     }
+    let cleared = match args.build_cache {
+        true => Some(clear(&directory).map_err(steps::execute_error)?),
+        false => None,
+    };
     let report = store.collect(args.keep_storage).map_err(guest::store_error)?;
     if let Some(over) = report.over_quota_bytes {
         context.progress.note(&format!(
@@ -88,7 +103,12 @@ pub fn run(context: &Context, args: &Args) -> CliResult {
             .note("`parbake df` shows what each template takes, `parbake rm` removes one");
     }
     if context.json() {
+        let mut report = serde_json::to_value(&report).kind(Kind::User)?;
+        report["buildCacheFreedBytes"] = json!(cleared);
         return output::json(&report);
+    }
+    if let Some(cleared) = cleared {
+        output::line(&format!("freed {} of the build cache", bytes(cleared)))?;
     }
     for digest in &report.evicted {
         context.progress.note(&format!("gave up {digest}"));

@@ -71,6 +71,60 @@ fn sweep(directory: &Path) {
     }
 }
 
+/// Removes everything a build directory remembers; the next build does all its steps again. Returns
+/// the bytes of disk that were freed.
+///
+/// # Errors
+/// When a build is running, or something cannot be removed.
+pub fn clear(root: &Path) -> Result<u64, ExecuteError> {
+    let tmp = root.join("tmp");
+    if !tmp.is_dir() {
+        return Ok(0);
+    }
+    let cleared = || -> io::Result<Option<u64>> {
+        let lock = fs::File::create(root.join("lock"))?;
+        if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            return Ok(None);
+        }
+        sweep(&tmp.canonicalize()?);
+        let size = disk_bytes(root);
+        // Out of the way first: what is removed by half must not be found by its name.
+        let going = tempfile::Builder::new().prefix("going-").tempdir_in(&tmp)?;
+        for entry in fs::read_dir(root)? {
+            let name = entry?.file_name();
+            if name != "tmp" && name != "lock" {
+                fs::rename(root.join(&name), going.path().join(&name))?;
+            }
+        }
+        going.close()?;
+        Ok(Some(size.saturating_sub(disk_bytes(root))))
+    };
+    let doing = || format!("clearing {}", root.display());
+    cleared().doing(doing)?.ok_or_else(|| ExecuteError::Host {
+        what: format!("a build is using {}", root.display()),
+        hint: "clear the build cache when it has ended".to_owned(),
+    })
+}
+
+/// Bytes of disk that a directory takes, each file counted once; what cannot be looked at is not
+/// counted.
+#[must_use]
+pub fn disk_bytes(directory: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut seen = std::collections::HashSet::new();
+    let (mut total, mut left) = (0, vec![directory.to_owned()]);
+    while let Some(path) = left.pop() {
+        let Ok(meta) = fs::symlink_metadata(&path) else { continue };
+        if meta.nlink() < 2 || meta.is_dir() || seen.insert((meta.dev(), meta.ino())) {
+            total += meta.blocks() * 512;
+        }
+        if meta.is_dir() {
+            left.extend(fs::read_dir(&path).into_iter().flatten().flatten().map(|e| e.path()));
+        }
+    }
+    total
+}
+
 /// A build directory.
 #[derive(Debug, Clone)]
 pub(crate) struct BuildCache {
@@ -240,5 +294,27 @@ mod tests {
         drop(second);
         claim(root).unwrap();
         assert!(!living.exists());
+    }
+
+    #[test]
+    fn a_cleared_cache_remembers_nothing_and_is_left_alone_while_it_is_used() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        assert_eq!(clear(&root.join("none")).unwrap(), 0);
+        let cache = BuildCache::open(root).unwrap();
+        let work = cache.scratch().unwrap();
+        fs::create_dir(work.path().join("tree")).unwrap();
+        fs::write(work.path().join("layer.tar"), vec![1; 1 << 20]).unwrap();
+        let record = StepRecord { diff_id: Digest::of(b"x"), size: 1 << 20, entries: 1 };
+        let key = Digest::of(b"key");
+        cache.keep(key, &work.keep(), &record).unwrap();
+        let build = claim(root).unwrap();
+        assert!(clear(root).unwrap_err().to_string().contains("a build is using"));
+        assert!(cache.step(key).is_some());
+        drop(build);
+        assert!(clear(root).unwrap() >= 1 << 20);
+        assert!(cache.step(key).is_none());
+        assert!(disk_bytes(root) < 64 << 10);
+        BuildCache::open(root).unwrap();
     }
 }

@@ -40,7 +40,7 @@ use crate::image::BlobsElsewhere;
 
 pub use base::{BaseLayer, BaseLayers, Bases, NoImages};
 pub use build::build;
-pub use cache::{Claim, claim};
+pub use cache::{Claim, claim, clear, disk_bytes};
 pub use error::ExecuteError;
 pub use external::{ExternalOptions, Tool, build_external};
 pub use images::SourceImages;
