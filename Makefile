@@ -41,7 +41,7 @@ unit: setup-test build
 # The programs from the outside, with real guests (in the lab where KVM cannot run them), a real
 # registry, Dockerfiles and recipes. One at a time: two labs would share two cores.
 e2e: setup-test build image
-	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_IMAGE=$(abspath $(IMAGES))/debian timeout 2400 \
+	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_IMAGE=$(abspath $(IMAGES))/debian timeout 3000 \
 		cargo test -p parbake-tests --release --locked -- --nocapture --test-threads 1
 
 # Nothing is left of a thousand sandboxes in a row and a hundred at once (bare guests, /dev/kvm).

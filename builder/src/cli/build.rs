@@ -533,7 +533,9 @@ fn report(context: &Context, args: &Args, material: &Material, built: &Assembled
 
 fn image_error(error: ImageError) -> CliError {
     let kind = match &error {
-        ImageError::NoSuchReference { .. } | ImageError::MissingBlob { .. } => Kind::NotFound,
+        ImageError::NoSuchReference { .. }
+        | ImageError::MissingBlob { .. }
+        | ImageError::NoTemplate { .. } => Kind::NotFound,
         ImageError::Read { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
             Kind::NotFound
         }
