@@ -100,7 +100,7 @@ fn nothing_is_left_of_many() {
         for n in 0..3 {
             end(world.make(&format!("scale-warm-{n}")));
         }
-        let before = leftovers(run.path(), directory.path());
+        let before = at_rest(run.path(), directory.path());
         let begun = std::time::Instant::now();
         for n in 0..many {
             end(world.make(&format!("scale-{n}")));
@@ -129,6 +129,20 @@ fn end((monitor, lease, group, rundir): Made) {
     drop(lease);
     drop(group);
     drop(rundir);
+}
+
+/// What there is once it has not changed for a second: the kernel takes networks apart when it gets
+/// to it.
+fn at_rest(run: &Path, directory: &Path) -> BTreeMap<&'static str, u64> {
+    let mut last = leftovers(run, directory);
+    let mut same = 0;
+    while same < 10 {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let now = leftovers(run, directory);
+        same = if now == last { same + 1 } else { 0 };
+        last = now;
+    }
+    last
 }
 
 /// What is left once the kernel has taken apart what it takes apart by itself.
