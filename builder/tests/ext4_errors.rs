@@ -4,7 +4,7 @@ mod judge;
 
 use judge::plot::{Plot, options};
 use parbake_builder::ext4::{DataArea, Options, WriteError};
-use parbake_builder::tree::{FileData, Kind, NodeId, Run};
+use parbake_builder::tree::{FileData, Kind, NodeId, Run, Runs};
 
 const ROOT: NodeId = NodeId::ROOT;
 
@@ -140,7 +140,7 @@ fn contradictory_runs() {
     ] {
         let (mut plot, directory) = plot();
         plot.area.allocate(100, |_, _| ());
-        plot.add(directory, "file", Kind::File(FileData { size, runs: runs.clone() }));
+        plot.add(directory, "file", Kind::File(FileData { size, runs: runs.clone().into() }));
         let message = refusal(&plot);
         assert!(message.starts_with("/d/file: the run of "), "{message}");
         assert!(message.contains(why), "{runs:?}: {message}");
@@ -151,7 +151,7 @@ fn contradictory_runs() {
 fn sizes() {
     let (mut plot, directory) = plot();
     let size = u64::from(u32::MAX) * 4096 + 1;
-    plot.add(directory, "file", Kind::File(FileData { size, runs: Vec::new() }));
+    plot.add(directory, "file", Kind::File(FileData { size, runs: Runs::new() }));
     assert!(refusal(&plot).starts_with("/d/file: the file has 17592186040321 bytes"));
 
     let (plot, _) = self::plot();

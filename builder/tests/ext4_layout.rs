@@ -7,7 +7,7 @@ use std::time::Instant;
 use judge::mounted::Mount;
 use judge::plot::{Plot, meta, noise, options};
 use parbake_builder::ext4::{DataArea, Options};
-use parbake_builder::tree::{FileData, Kind, NodeId, Run};
+use parbake_builder::tree::{FileData, Kind, NodeId, Run, Runs};
 
 const ROOT: NodeId = NodeId::ROOT;
 const GROUP: u64 = 32_768;
@@ -28,7 +28,7 @@ fn torn(plot: &mut Plot, name: &str, count: u32) {
             .expect("write");
     }
     let size = u64::from(count) * 2 * 4096 + 17;
-    plot.add(ROOT, name, Kind::File(FileData { size, runs }));
+    plot.add(ROOT, name, Kind::File(FileData { size, runs: runs.into() }));
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn files_longer_than_an_extent_and_than_32_bits() {
         ("5 GiB", 5 << 30),
         ("largest", u64::from(u32::MAX) * 4096),
     ] {
-        plot.add(ROOT, name, Kind::File(FileData { size, runs: Vec::new() }));
+        plot.add(ROOT, name, Kind::File(FileData { size, runs: Runs::new() }));
     }
     let mut data = plot.data(b"the last block");
     data.size = u64::from(u32::MAX) * 4096;

@@ -72,7 +72,7 @@ fn a_hundred_thousand_files_in_one_directory() {
             bytes.clear();
             first = plot.area.end();
         }
-        let data = FileData { size: 1, runs };
+        let data = FileData { size: 1, runs: runs.into() };
         plot.add(directory, format!("file-{number:06}"), Kind::File(data));
     }
     plot.file.write_all_at(&bytes, first * 4096).expect("write");

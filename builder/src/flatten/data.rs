@@ -11,7 +11,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use crate::ext4::DataArea;
-use crate::tree::{FileData, Run};
+use crate::tree::{FileData, Run, Runs};
 
 /// Bytes of one block.
 pub const BLOCK: usize = 4096;
@@ -54,7 +54,7 @@ impl<'f> DataWriter<'f> {
 
     /// Begins a file of `size` bytes.
     pub fn begin(&mut self, size: u64) {
-        self.file = FileData { size, runs: Vec::new() };
+        self.file = FileData { size, runs: Runs::new() };
         self.partial = None;
     }
 
@@ -157,9 +157,6 @@ impl<'f> DataWriter<'f> {
                     run.blocks += blocks;
                 }
                 _ => {
-                    if self.file.runs.is_empty() {
-                        self.file.runs.reserve_exact(1);
-                    }
                     self.file.runs.push(Run { logical, blocks, physical });
                 }
             }
@@ -273,7 +270,7 @@ mod tests {
         assert_eq!((file.runs[0].logical, file.runs[0].blocks), (1 << 20, 2));
         writer.begin(1 << 20);
         writer.write(0, &vec![0; 1 << 20]).unwrap();
-        assert_eq!(writer.end().unwrap().runs, []);
+        assert!(writer.end().unwrap().runs.is_empty());
         assert_eq!(writer.bytes_allocated(), 8192);
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use parbake_builder::ext4::{self, DataArea, Options, Report, WriteError};
 use parbake_builder::tree::{
-    Device, FileData, Kind, Metadata, Node, NodeId, Run, Timestamp, Tree, Xattrs,
+    Device, FileData, Kind, Metadata, Node, NodeId, Run, Runs, Timestamp, Tree, Xattrs,
 };
 
 /// An image file, its data area and its tree.
@@ -93,7 +93,7 @@ impl Plot {
 
     /// Writes contents to the data area.
     pub fn data(&mut self, bytes: &[u8]) -> FileData {
-        let mut data = FileData { size: bytes.len() as u64, runs: Vec::new() };
+        let mut data = FileData { size: bytes.len() as u64, runs: Runs::new() };
         let mut logical = 0;
         let mut rest = bytes;
         let file = &self.file;
@@ -121,7 +121,7 @@ impl Plot {
             logical += blocks;
         });
         let size = u64::from(blocks) * 4096;
-        self.add(parent, name, Kind::File(FileData { size, runs }))
+        self.add(parent, name, Kind::File(FileData { size, runs: runs.into() }))
     }
 
     pub fn meta(&mut self, id: NodeId) -> &mut Metadata {

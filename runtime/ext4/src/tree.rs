@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 
+use smallvec::SmallVec;
+
 /// Index of a node in its [`Tree`]. Hard links are several directory entries with one id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub u32);
@@ -93,8 +95,11 @@ pub struct FileData {
     /// Size in bytes.
     pub size: u64,
     /// Sorted by `logical`, not overlapping, neighbours merged where both ends touch.
-    pub runs: Vec<Run>,
+    pub runs: Runs,
 }
+
+/// The runs of one file. Nearly every file has one, which then takes no memory of its own.
+pub type Runs = SmallVec<[Run; 1]>;
 
 /// A run of blocks of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
