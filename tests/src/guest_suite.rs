@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parbake_cache::template::SnapshotManifest;
+use parbake_kernels::elf;
 use parbake_node::rundir;
 use parbake_node::sandbox::{FreezeFiles, RestoreFiles, Sandbox};
 use parbake_protocol::agent::{ExecEvent, ExecRequest};
@@ -21,6 +22,7 @@ type Test = (&'static str, fn(&Suite) -> Result<(), Failed>);
 
 const TESTS: &[Test] = &[
     ("cold boot and exec", cold_boot),
+    ("a kernel without a PVH note", entry_64),
     ("the image's process configuration is applied", process_configuration),
     ("exit codes", exit_codes),
     ("twenty restores in a row", twenty_restores),
@@ -138,6 +140,34 @@ fn cold_boot(suite: &Suite) -> Result<(), Failed> {
     check!(release == suite.fixture.template.kernel.release, "uname -r says {release}");
     let answer = says(&mut sandbox, "python3 -c 'print(6*7)'")?;
     check!(answer == "42", "6*7 is {answer}");
+    Ok(())
+}
+
+/// The stock kernel with its PVH note made one that means nothing: what is left is the 64-bit entry.
+fn entry_64(suite: &Suite) -> Result<(), Failed> {
+    const NOTE: &[u8] = b"\x12\0\0\0Xen\0";
+    let template = &suite.fixture.template;
+    let mut files = template.boot_files(&suite.fixture.store)?;
+    let mut kernel = fs::read(&files.kernel)?;
+    check!(elf::inspect(&kernel)?.pvh_entry.is_some(), "the stock kernel has no PVH note");
+    let notes: Vec<usize> = kernel
+        .windows(NOTE.len())
+        .enumerate()
+        .filter(|(_, it)| *it == NOTE)
+        .map(|it| it.0)
+        .collect();
+    for at in notes {
+        kernel[at] = 0x7f;
+    }
+    check!(elf::inspect(&kernel)?.pvh_entry.is_none(), "the note is still there");
+    let altered = tempfile::NamedTempFile::new()?;
+    fs::write(&altered, &kernel)?;
+    files.kernel = altered.path().to_owned();
+    let process = &template.manifest.process;
+    let mut sandbox =
+        Sandbox::boot(&files, template.manifest.machine, process, &Fixture::options())?;
+    let release = says(&mut sandbox, "uname -r")?;
+    check!(release == template.kernel.release, "uname -r says {release}");
     Ok(())
 }
 
