@@ -371,7 +371,7 @@ fn answered(output: &[u8]) -> Option<Option<Credential>> {
     })
 }
 
-/// For `cache/fuzz`.
+/// For `fuzz`.
 pub(crate) fn fuzz(content: &[u8], host: &str, repository: &str) {
     let _ = answered(content);
     let Ok(mut content) = serde_json::from_slice::<Value>(content) else { return };

@@ -1,4 +1,4 @@
-//! Parsers of foreign bytes that are not public, for `cache/fuzz`.
+//! Parsers of foreign bytes that are not public, for `fuzz`.
 
 use crate::credentials;
 

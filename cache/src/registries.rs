@@ -268,7 +268,7 @@ impl Registries {
     }
 }
 
-/// For `cache/fuzz`.
+/// For `fuzz`.
 pub(crate) fn fuzz(text: &str, host: &str, repository: &str) {
     let mut registries = Registries::default();
     if registries.add_text(text, Path::new("")).is_ok() {

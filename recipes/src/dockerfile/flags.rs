@@ -25,9 +25,10 @@ impl<'a> Flags<'a> {
     ) -> Result<Self, RecipeError> {
         let mut values: Vec<(&'static str, String)> = Vec::new();
         for flag in flags {
-            let (name, value) = match flag.trim_start_matches("--").split_once('=') {
+            let flag = flag.strip_prefix("--").unwrap_or(flag);
+            let (name, value) = match flag.split_once('=') {
                 Some((name, value)) => (name, Some(value)),
-                None => (flag.trim_start_matches("--"), None),
+                None => (flag, None),
             };
             let plain = |known: &'static str| known.trim_end_matches('=').trim_end_matches('*');
             let Some(spec) = known.iter().copied().find(|known| plain(known) == name) else {

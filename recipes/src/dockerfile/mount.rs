@@ -52,7 +52,11 @@ pub fn mount_from(at: &Location, text: &str) -> Result<Option<String>, RecipeErr
                 ));
             }
             ("from", Some(value)) => from = Some(value),
-            ("type", Some(value)) => uses_from = value == "bind" || value == "cache",
+            ("type", Some(value)) => {
+                // A variable may stand for either.
+                let kind = value.to_lowercase();
+                uses_from = kind.contains('$') || kind == "bind" || kind == "cache";
+            }
             _ => {}
         }
     }

@@ -133,6 +133,12 @@ fn stages_are_pruned_and_ordered() {
     // A mount alone makes a stage needed.
     let mount = plan("FROM img AS a\nFROM img\nRUN --mount=from=a,target=/a x\n");
     assert_eq!(mount.stages.len(), 2);
+    for kind in ["BIND", "$T", "Cache"] {
+        let mount = plan(&format!(
+            "FROM img AS a\nFROM img\nARG T=bind\nRUN --mount=type={kind},from=a,target=/a x\n"
+        ));
+        assert_eq!(mount.stages.len(), 2, "{kind}");
+    }
     let named = plan_with("FROM scratch\nCOPY --from=src a /\n", |o| {
         o.contexts.insert("src".into(), NamedContext::Directory);
     });
@@ -274,6 +280,10 @@ fn every_refusal_names_line_and_remedy() {
         ("FROM a b\n", "FROM takes one image"),
         ("FROM img AS 1x\n", "is no name for a stage"),
         ("FROM img\nCOPY --form=x a b\n", "unsupported flag --form of COPY; did you mean --from?"),
+        (
+            "FROM img\nCOPY ----from=0 a b\n",
+            "unsupported flag ----from of COPY; did you mean --from?",
+        ),
         ("FROM img\nCOPY --chown a b\n", "has no value"),
         ("FROM img\nCOPY --link --link a b\n", "given twice"),
         ("FROM img\nCOPY a\n", "COPY has no destination"),

@@ -23,5 +23,16 @@ pub use egress::Egress;
 pub use guard::EgressCounts;
 pub use pool::{Lease, NetworkError, Pool, PoolOptions};
 
+/// Reads a guest's question and what a resolver says to it, for `fuzz`.
+#[doc(hidden)]
+pub fn fuzz_names(question: &[u8], answer: &[u8]) {
+    if let Ok(question) = names::question(question) {
+        let id = answer.first_chunk().map_or(0, |id| u16::from_be_bytes(*id));
+        let said = names::answer(answer, id, &question).unwrap_or(names::Answer::Failed);
+        assert!(question.answer(&said).len() <= 512, "an answer fits into a datagram");
+        assert!(question.to_resolver(id).len() <= 512);
+    }
+}
+
 #[cfg(test)]
 mod tests;
