@@ -59,7 +59,7 @@ containment: setup-test build image
 recipes: setup-test build
 	tests/recipes $(BIN)/parbake
 
-test: setup-test lint build unit e2e
+test: setup-test lint build unit e2e containment
 
 # Everything in one run; the figures are only worth something on a quiet machine.
 bench: setup-test build image

@@ -91,9 +91,10 @@ impl World {
              else echo '{\"decision\":\"allow\"}'; fi\n";
         self.sh(&format!(
             "mkdir -p {HOME}; cd {HOME}; printf '%s' '{}' >guard; chmod +x guard\n\
+             [ -e key ] || (umask 077; head -c 32 /dev/urandom >key)\n\
              setsid parbaked serve --store {} --run-dir {HOME}/run --listen unix:{HOME}/s \
-             --audit-log {HOME}/audit --scratch memory --fork-dir {HOME}/forks \
-             --guard-program {HOME}/guard --answer-timeout 30s --drain-timeout 5s \
+             --audit-log {HOME}/audit --audit-key-file {HOME}/key --audit-file-size 1 \
+             --scratch memory --fork-dir {HOME}/forks --guard-program {HOME}/guard --answer-timeout 30s --drain-timeout 5s \
              >>{HOME}/log 2>&1 </dev/null &\n\
              for n in $(seq 100); do parbaked status >/dev/null 2>&1 && exit 0; sleep 0.1; done; \
              cat {HOME}/log; exit 1",
@@ -167,6 +168,7 @@ fn the_life_of_sandboxes() {
         ("processes in the guest", processes),
         ("time to live", ttl),
         ("nothing is left", nothing_left),
+        ("the audit log", audit),
     ];
     let only = std::env::var("PARBAKE_STEPS").unwrap_or_default();
     let wanted = |name: &str| only.split(',').any(|word| name.contains(word));
@@ -175,12 +177,41 @@ fn the_life_of_sandboxes() {
         step(&world);
         println!("{name} … ok ({:.1} s)", begun.elapsed().as_secs_f64());
     }
-    assert_eq!(
-        world.sh(&format!("parbaked audit verify {HOME}/audit >/dev/null && echo sound")),
-        "sound"
+}
+
+/// What all the steps before, a killed service among them, have written down.
+fn audit(world: &World) {
+    // More than a file may hold.
+    world.sh(
+        "id=$(parbaked create debian:12); long=$(head -c 90000 /dev/zero | tr '\\0' x)
+         for n in $(seq 13); do parbaked exec $id -- true $long; done; parbaked rm $id",
     );
-    let audit = world.sh(&format!("cat {HOME}/audit"));
-    assert!(!audit.contains("s3cret") && !audit.contains("gr33ting"), "a secret is in the log");
+    let verify = |script: &str| {
+        let output = world.shell(&format!(
+            "cd {HOME}; rm -rf copy; mkdir copy; cp audit audit.* copy/; cd copy; {script}
+             parbaked audit verify --key-file {HOME}/key {HOME}/copy/audit"
+        ));
+        let (said, error) = (output.stdout, output.stderr);
+        (output.status.success(), String::from_utf8_lossy(&[said, error].concat()).into_owned())
+    };
+    let (sound, said) = verify("");
+    assert!(sound, "{said}");
+    let files = world.sh(&format!("ls {HOME}/copy | grep -c '^audit.0'"));
+    assert!(files.parse::<u32>().unwrap() >= 1, "{files}");
+    for (what, script, expected) in [
+        ("a word", "sed -i '3s/unixMs/unixMS/' audit.000001", "line 3"),
+        ("a line gone", "sed -i 2d audit.000001", "line"),
+        ("the end gone", "sed -i '$d' audit", "anchor"),
+        ("a file gone", "rm audit", "anchor"),
+        ("the anchor gone", "rm audit.anchor", "anchor"),
+    ] {
+        let (sound, said) = verify(script);
+        assert!(!sound && said.contains(expected), "{what}: {said}");
+    }
+    let keyless = world.shell(&format!("parbaked audit verify {HOME}/copy/audit"));
+    assert!(!keyless.status.success(), "hashes that anybody can make");
+    let log = world.sh(&format!("cat {HOME}/audit*"));
+    assert!(!log.contains("s3cret") && !log.contains("gr33ting"), "a secret is in the log");
 }
 
 fn by_the_client(world: &World) {
