@@ -17,8 +17,10 @@
 //!  Ready ──detach, or death of the process──► (alone) ──adopt──► Ready
 //! ```
 
-use std::fs::File;
-use std::io;
+mod ending;
+mod error;
+mod freeze;
+
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,25 +29,25 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use parbake_cache::template::{MachineShape, ProcessConfig};
 use parbake_protocol::agent::{
     self, AGENT_PORT, Client, ClientError, Fixup, FixupReport, GuestConfig, GuestInfo,
-    NetworkConfig, QuiesceReport, QuiesceRequest, Step, ZeroFill,
+    NetworkConfig,
 };
-use parbake_protocol::vmm::{
-    self, Disk, Event, Jail, Net, SnapshotReport, Start, StopReason, Tap, VmmConfig, Vsock,
-    doorbell,
-};
+use parbake_protocol::vmm::{self, Disk, Jail, Net, Start, Tap, VmmConfig, Vsock};
 
-use crate::event::{EventKind, EventSender, SandboxEvent};
+use crate::event::EventSender;
 use crate::filling::{Fill, Filler};
 use crate::limits::cgroup::Cgroup;
 use crate::limits::stall::StallWatch;
-use crate::limits::{CgroupError, CgroupPolicy, Limit, LimitHit, Limits};
-use crate::monitor::{Monitor, MonitorError, log_tail};
+use crate::limits::{CgroupPolicy, LimitHit, Limits};
+use crate::monitor::Monitor;
 use crate::network::pool::{GATEWAY, GUEST, GUEST_MAC, PREFIX};
-use crate::network::{Egress, EgressCounts, Lease, NetworkError, Pool, PoolOptions};
+use crate::network::{Egress, EgressCounts, Lease, Pool, PoolOptions};
 use crate::pager;
-use crate::programs::{self, ProgramMissing};
+use crate::programs;
 use crate::rundir::{self, RunDir};
 use crate::workspace::Workspace;
+
+pub use self::error::SandboxError;
+pub use self::freeze::{Extent, FreezeFiles, FreezeMemory, Frozen};
 
 /// A guest's context id on its own socket device; each sandbox has a device of its own, so all
 /// can have the same.
@@ -56,83 +58,6 @@ const INTERFACE: &str = "eth0";
 
 /// How long the agent of a restored guest may take to accept a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// What can go wrong with a sandbox.
-#[derive(Debug, thiserror::Error)]
-pub enum SandboxError {
-    /// The monitor is not installed.
-    #[error(transparent)]
-    Program(#[from] ProgramMissing),
-    /// The sandbox's own directory.
-    #[error("cannot prepare {}", path.display())]
-    RunDir {
-        /// The directory.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// No random bytes from the host.
-    #[error("the host gives no random bytes: {0}")]
-    Entropy(String),
-    /// The monitor.
-    #[error(transparent)]
-    Monitor(#[from] MonitorError),
-    /// The guest agent.
-    #[error("the guest does not answer as it should")]
-    Agent(#[source] ClientError),
-    /// The guest's agent is of another build.
-    #[error(
-        "the guest's agent is too old to limit processes; build and bake its template again, or do \
-         without that limit"
-    )]
-    OldAgent,
-    /// The guest is gone.
-    #[error("the guest ended ({reason}){}", console_tail(.console))]
-    GuestEnded {
-        /// How.
-        reason: String,
-        /// The end of its console.
-        console: String,
-    },
-    /// The guest was not ready in time.
-    #[error("the guest was not ready within {} s{}", .after.as_secs(), console_tail(.console))]
-    NotReady {
-        /// The limit.
-        after: Duration,
-        /// The end of its console.
-        console: String,
-    },
-    /// The restored guest could not be made its own machine; it was destroyed.
-    #[error("the restored machine could not be made its own: {}", failed(.0))]
-    Fixup(Vec<Step>),
-    /// The guest could not be made ready for the freeze.
-    #[error("the guest could not be made ready for the freeze: {}", failed(.0))]
-    Quiesce(Vec<Step>),
-    /// Its way out could not be prepared.
-    #[error("the sandbox gets no network")]
-    Network(#[from] NetworkError),
-    /// The host cannot hold it to its limits, which was required.
-    #[error("the sandbox cannot be held to its limits")]
-    Cgroup(#[from] CgroupError),
-    /// A limit was reached that ends the machine.
-    #[error("the sandbox was ended: {}", .0.detail)]
-    Limit(LimitHit),
-    /// Interrupted by the user.
-    #[error("interrupted")]
-    Interrupted,
-}
-
-fn console_tail(console: &str) -> String {
-    if console.is_empty() { String::new() } else { format!("; its console ends:\n{console}") }
-}
-
-fn failed(steps: &[Step]) -> String {
-    let failed: Vec<String> = steps
-        .iter()
-        .filter_map(|step| step.error.as_ref().map(|error| format!("{}: {error}", step.name)))
-        .collect();
-    if failed.is_empty() { "user processes did not start".to_owned() } else { failed.join("; ") }
-}
 
 /// The files a cold boot needs, installed and immutable.
 #[derive(Debug, Clone)]
@@ -592,187 +517,6 @@ impl Sandbox {
         self.lease.as_ref().map(Lease::counts)
     }
 
-    /// The limits it has reached so far, each once; looks, and does not wait.
-    pub fn limit_hits(&mut self) -> &[LimitHit] {
-        let _ = self.ended_by_itself();
-        if let Some(group) = &self.cgroup {
-            let (kills, denied, throttled) =
-                (group.memory_kills(), group.pids_denied(), group.throttled());
-            if kills > 0 && !self.stall.as_ref().is_some_and(StallWatch::ended) {
-                self.hit(Limit::Memory, "it needed more host memory than it may have");
-            }
-            if denied > 0 {
-                self.hit(Limit::Pids, "its monitor wanted more threads than it may have");
-            }
-            if throttled > 0 {
-                self.hit(Limit::Cpu, "it was held back to its share of the processors");
-            }
-        }
-        &self.hits
-    }
-
-    fn hit(&mut self, limit: Limit, detail: &str) {
-        if self.hits.iter().any(|hit| hit.limit == limit) {
-            return;
-        }
-        let hit = LimitHit { limit, detail: detail.to_owned() };
-        self.hits.push(hit.clone());
-        if let Some(events) = &self.events {
-            let (sandbox, at) = (self.id.clone(), SystemTime::now());
-            let _ = events.try_send(SandboxEvent { sandbox, at, kind: EventKind::LimitHit(hit) });
-        }
-    }
-
-    /// How the machine ended, if it has; looks, and does not wait.
-    pub fn ended_by_itself(&mut self) -> Option<SandboxError> {
-        loop {
-            let soon = Instant::now() + Duration::from_millis(1);
-            let event = self.monitor.next_event(soon).map_err(|error| self.gone(error));
-            match event.and_then(|event| self.unless_ended(event)) {
-                Ok(_) => {}
-                Err(SandboxError::Monitor(MonitorError::Timeout(_))) => return None,
-                Err(ended) => return Some(ended),
-            }
-        }
-    }
-
-    /// Waits until the vCPUs run.
-    fn wait_started(
-        &mut self,
-        begun: Instant,
-        options: &SandboxOptions,
-    ) -> Result<(), SandboxError> {
-        loop {
-            if let Event::Started { stages, jail } = self.next_event(begun, options)? {
-                self.timings.started = begun.elapsed();
-                self.timings.stages = stages;
-                self.timings.jail.splice(0..0, jail);
-                return Ok(());
-            }
-        }
-    }
-
-    /// Waits until the agent rings the doorbell.
-    fn wait_ready(&mut self, begun: Instant, options: &SandboxOptions) -> Result<(), SandboxError> {
-        self.wait_started(begun, options)?;
-        loop {
-            match self.next_event(begun, options)? {
-                Event::Doorbell { value: doorbell::READY } => return Ok(()),
-                Event::Doorbell { value: doorbell::BOOT_FAILED } => {
-                    return Err(self.ended("the agent could not bring it up".to_owned()));
-                }
-                _ => {}
-            }
-        }
-    }
-
-    /// The next event that does not end the machine.
-    fn next_event(
-        &mut self,
-        begun: Instant,
-        options: &SandboxOptions,
-    ) -> Result<Event, SandboxError> {
-        let limit = begun + options.ready_timeout;
-        loop {
-            if options.cancelled.is_some_and(|cancelled| cancelled()) {
-                return Err(SandboxError::Interrupted);
-            }
-            let soon = Instant::now() + Duration::from_millis(200);
-            match self.monitor.next_event(limit.min(soon)) {
-                Ok(event) => return self.unless_ended(event),
-                Err(MonitorError::Timeout(_)) if Instant::now() >= limit => {
-                    return Err(SandboxError::NotReady {
-                        after: options.ready_timeout,
-                        console: log_tail(&self.rundir.console()),
-                    });
-                }
-                Err(MonitorError::Timeout(_)) => {}
-                Err(error) => return Err(self.gone(error)),
-            }
-        }
-    }
-
-    /// The event, unless it says that the machine is gone.
-    fn unless_ended(&mut self, event: Event) -> Result<Event, SandboxError> {
-        match event {
-            Event::DiskFull { .. } => {
-                self.hit(
-                    Limit::Disk,
-                    "it wrote as much to its disk as it may; further writes fail",
-                );
-                Ok(event)
-            }
-            Event::Doorbell { value: doorbell::PROCESS_LIMIT } => {
-                self.hit(Limit::GuestProcesses, "it has as many processes as it may have");
-                Ok(event)
-            }
-            Event::Stopped { reason: StopReason::Expired, .. } => {
-                self.hit(Limit::Lifetime, "its lifetime is over");
-                Err(self.limit(Limit::Lifetime))
-            }
-            Event::Failed { kind, message } => Err(MonitorError::Failed { kind, message }.into()),
-            Event::Stopped { reason, detail } => {
-                let how = match reason {
-                    StopReason::PowerOff => "it switched itself off",
-                    StopReason::Reset => "it reset itself, as after a kernel panic",
-                    StopReason::Crash => "its processor stopped",
-                    StopReason::Quit | StopReason::Expired => "it was ended",
-                };
-                let detail = if detail.is_empty() { String::new() } else { format!(": {detail}") };
-                Err(self.ended(format!("{how}{detail}")))
-            }
-            event => Ok(event),
-        }
-    }
-
-    /// Why a monitor that is gone is gone, as far as its group knows.
-    fn gone(&mut self, error: MonitorError) -> SandboxError {
-        let stalled = self.stall.as_ref().is_some_and(StallWatch::ended);
-        if matches!(error, MonitorError::Died { .. }) && stalled {
-            self.hit(
-                Limit::Memory,
-                "it needed more host memory than it may have: nearly all of its time went into \
-                 reading again what had to make room",
-            );
-            return self.limit(Limit::Memory);
-        }
-        let killed = self.cgroup.as_ref().is_some_and(|group| group.memory_kills() > 0);
-        if matches!(error, MonitorError::Died { .. }) && killed {
-            self.hit(Limit::Memory, "it needed more host memory than it may have");
-            return self.limit(Limit::Memory);
-        }
-        error.into()
-    }
-
-    fn limit(&self, limit: Limit) -> SandboxError {
-        let hit = self.hits.iter().find(|hit| hit.limit == limit);
-        let detail = hit.map(|hit| hit.detail.clone()).unwrap_or_default();
-        SandboxError::Limit(LimitHit { limit, detail })
-    }
-
-    fn ended(&self, reason: String) -> SandboxError {
-        SandboxError::GuestEnded { reason, console: log_tail(&self.rundir.console()) }
-    }
-
-    /// An agent that stops answering often means a machine that is gone; that says more.
-    pub fn blame(&mut self, error: ClientError) -> SandboxError {
-        let options =
-            SandboxOptions { ready_timeout: Duration::from_millis(200), ..Default::default() };
-        let begun = Instant::now();
-        loop {
-            match self.next_event(begun, &options) {
-                // Of no matter; the end may come after it.
-                Ok(_) => {}
-                Err(
-                    ended @ (SandboxError::GuestEnded { .. }
-                    | SandboxError::Limit(_)
-                    | SandboxError::Monitor(_)),
-                ) => return ended,
-                Err(_) => return SandboxError::Agent(error),
-            }
-        }
-    }
-
     /// The sandbox's id.
     #[must_use]
     pub fn id(&self) -> &str {
@@ -838,156 +582,6 @@ impl Sandbox {
     pub fn info(&mut self) -> Result<GuestInfo, SandboxError> {
         self.connect()?.info().map_err(SandboxError::Agent)
     }
-
-    /// Freezes the machine and writes it into `files`: caches dropped, free memory overwritten,
-    /// user processes stopped, connections closed, devices drained. Afterwards only dropping
-    /// the sandbox makes sense.
-    ///
-    /// # Errors
-    /// See [`SandboxError`]; the files are then incomplete.
-    pub fn freeze(&mut self, files: &FreezeFiles) -> Result<Frozen, SandboxError> {
-        self.freeze_with(files, FreezeMemory::default())
-    }
-
-    /// As [`Sandbox::freeze`], with a choice of what becomes of memory nobody uses.
-    ///
-    /// # Errors
-    /// See [`SandboxError`]; the files are then incomplete.
-    pub fn freeze_with(
-        &mut self,
-        files: &FreezeFiles,
-        memory: FreezeMemory,
-    ) -> Result<Frozen, SandboxError> {
-        let request = QuiesceRequest {
-            end_sessions: false,
-            freeze: true,
-            forget_identity: true,
-            sync: true,
-            drop_caches: !memory.keep_caches,
-            zero_free_memory: (!memory.keep_free_memory).then(ZeroFill::default),
-            close_connections: true,
-        };
-        self.write_frozen(files, Extent::Whole, request)
-    }
-
-    /// Freezes the machine as it is, as quickly as may be, and writes it into `files`: user
-    /// processes stopped where they are, connections closed. The machine stands still until
-    /// [`Sandbox::thaw`]. Running commands are ended if `end_sessions`, else a failure. Whether
-    /// the memory is whole, [`SnapshotReport::difference`] says.
-    ///
-    /// # Errors
-    /// See [`SandboxError`]; the files are then incomplete, and the machine may stand still.
-    pub fn suspend(
-        &mut self,
-        files: &FreezeFiles,
-        extent: Extent,
-        end_sessions: bool,
-    ) -> Result<Frozen, SandboxError> {
-        let request = QuiesceRequest {
-            end_sessions,
-            freeze: true,
-            forget_identity: true,
-            sync: true,
-            drop_caches: false,
-            zero_free_memory: None,
-            close_connections: true,
-        };
-        self.write_frozen(files, extent, request)
-    }
-
-    /// Lets a machine go on that stands still after [`Sandbox::suspend`], or after one that failed.
-    ///
-    /// # Errors
-    /// See [`SandboxError`]; the machine is of no use then.
-    pub fn thaw(&mut self) -> Result<(), SandboxError> {
-        self.monitor.resume()?;
-        self.first = None;
-        let mut client = self.connect()?;
-        client.thaw().map_err(|error| self.blame(error))
-    }
-
-    fn write_frozen(
-        &mut self,
-        files: &FreezeFiles,
-        extent: Extent,
-        request: QuiesceRequest,
-    ) -> Result<Frozen, SandboxError> {
-        let begun = Instant::now();
-        let mut client = self.connect()?;
-        let report = client.quiesce(request).map_err(SandboxError::Agent)?;
-        drop(client);
-        if !report.complete() {
-            return Err(SandboxError::Quiesce(report.steps));
-        }
-        let quiesced = begun.elapsed();
-        self.monitor.pause()?;
-        let paused = begun.elapsed();
-        let snapshot = self.monitor.snapshot(
-            &files.state,
-            &files.memory,
-            std::slice::from_ref(&files.disk),
-            extent == Extent::Difference,
-        )?;
-        Ok(Frozen { snapshot, report, quiesced, paused, total: begun.elapsed() })
-    }
-}
-
-/// How much of a machine's memory is written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Extent {
-    /// All that is not zero: for another host, another time.
-    Whole,
-    /// What differs from the image it was restored from, which a copy needs besides. All, if it
-    /// was not restored, or from an image that was still filling up.
-    Difference,
-}
-
-/// What becomes of memory nobody uses at the freeze.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct FreezeMemory {
-    /// File caches stay.
-    pub keep_caches: bool,
-    /// Free memory is not overwritten with zeros.
-    pub keep_free_memory: bool,
-}
-
-/// Open, empty, writable files for [`Sandbox::freeze`].
-#[derive(Debug)]
-pub struct FreezeFiles {
-    /// For vCPU, irqchip and device state.
-    pub state: File,
-    /// For guest memory.
-    pub memory: File,
-    /// For what the disk differs in from its base.
-    pub disk: File,
-}
-
-impl FreezeFiles {
-    /// Creates `state`, `memory` and `disk` in `directory`.
-    ///
-    /// # Errors
-    /// What the file system says.
-    pub fn create_in(directory: &Path) -> io::Result<Self> {
-        let create = |name| {
-            File::options().read(true).write(true).create_new(true).open(directory.join(name))
-        };
-        Ok(Self { state: create("state")?, memory: create("memory")?, disk: create("disk")? })
-    }
-}
-
-/// A frozen machine.
-#[derive(Debug)]
-pub struct Frozen {
-    /// What the monitor wrote.
-    pub snapshot: SnapshotReport,
-    /// What the agent did before.
-    pub report: QuiesceReport,
-    /// How long the agent took.
-    pub quiesced: Duration,
-    /// When the machine stood still, counted from the beginning.
-    pub paused: Duration,
-    /// How long everything took.
-    pub total: Duration,
 }
 
 /// The sandbox's network, if it may reach anything.
