@@ -182,10 +182,8 @@ fn the_life_of_sandboxes() {
 /// What all the steps before, a killed service among them, have written down.
 fn audit(world: &World) {
     // More than a file may hold.
-    world.sh(
-        "id=$(parbaked create debian:12); long=$(head -c 90000 /dev/zero | tr '\\0' x)
-         for n in $(seq 13); do parbaked exec $id -- true $long; done; parbaked rm $id",
-    );
+    world.sh("id=$(parbaked create debian:12); long=$(head -c 90000 /dev/zero | tr '\\0' x)
+         for n in $(seq 13); do parbaked exec $id -- true $long; done; parbaked rm $id");
     let verify = |script: &str| {
         let output = world.shell(&format!(
             "cd {HOME}; rm -rf copy; mkdir copy; cp audit audit.* copy/; cd copy; {script}

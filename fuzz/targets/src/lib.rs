@@ -31,6 +31,7 @@ targets! {
     manifest 8192
     mmio 2048
     name 512
+    net 2048
     pack 8192
     recipe 4096
     registries 4096

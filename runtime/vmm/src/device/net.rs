@@ -90,6 +90,12 @@ impl Net {
         Self::over(tap, config.mac, sys::set_tap_offloads)
     }
 
+    /// The same over a datagram socket, which keeps frames apart as a tap does; for `fuzz`.
+    #[doc(hidden)]
+    pub fn over_socket(socket: OwnedFd, mac: [u8; 6]) -> Result<Self, DeviceError> {
+        Self::over(Some(File::from(socket)), mac, |_, _| Ok(()))
+    }
+
     pub(super) fn over(
         tap: Option<File>,
         mac: [u8; 6],
