@@ -12,32 +12,27 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use parbake_tests::programs::{Programs, failed, succeeded};
 use tempfile::TempDir;
 
 struct World {
-    bin: PathBuf,
-    image: PathBuf,
+    programs: Programs,
     store: TempDir,
 }
 
 impl World {
-    /// The programs and the image, or `None` with the reason on stdout.
     fn new() -> Option<Self> {
-        let (Some(bin), Some(image)) =
-            (std::env::var_os("PARBAKE_BIN"), std::env::var_os("PARBAKE_IMAGE"))
-        else {
-            println!("skipped: PARBAKE_BIN and PARBAKE_IMAGE are not set (use `make e2e`)");
-            return None;
-        };
+        let programs = Programs::find()?;
         let store = tempfile::Builder::new().prefix("parbake-e2e.").tempdir().unwrap();
-        Some(Self { bin: bin.into(), image: image.into(), store })
+        Some(Self { programs, store })
+    }
+
+    fn store(&self) -> PathBuf {
+        self.store.path().join("store")
     }
 
     fn command(&self) -> Command {
-        let mut command = Command::new(self.bin.join("parbake"));
-        command.env("PARBAKE_STORE", self.store.path().join("store"));
-        command.env_remove("PARBAKE_HOST").env_remove("PARBAKE_PROGRESS").stdin(Stdio::null());
-        command
+        self.programs.parbake(&self.store())
     }
 
     fn run(&self, arguments: &[&str]) -> Output {
@@ -45,49 +40,32 @@ impl World {
     }
 
     fn from(&self) -> String {
-        format!("oci:{}", self.image.display())
+        self.programs.from()
     }
 
-    fn doctor(&self) -> serde_json::Value {
-        serde_json::from_slice(&self.run(&["doctor", "--format", "json"]).stdout).unwrap()
-    }
-
-    /// Whether guests run here or in the lab; says so if not.
     fn can_run_guests(&self) -> bool {
-        let doctor = self.doctor();
-        let able = doctor["able"] == true;
-        if !able {
-            println!("skipped: this host can run no guests: {doctor}");
-        }
-        able
+        self.programs.can_run_guests(&self.store())
     }
 
     fn kvm_is_usable(&self) -> bool {
-        self.doctor()["host"]["kvmUsable"] == true
+        self.programs.kvm_is_usable(&self.store())
     }
 
     /// Runs, demands success, returns trimmed stdout.
     fn ok(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        assert!(
-            output.status.success(),
-            "{arguments:?} ended with {:?}: {}",
-            output.status.code(),
-            String::from_utf8_lossy(&output.stderr)
-        );
-        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+        succeeded(&self.run(arguments), &format!("{arguments:?}"))
     }
 
     /// Runs, demands this exit code and every one of these words on stderr.
     fn fails(&self, arguments: &[&str], code: i32, words: &[&str]) {
-        check_failure(&self.run(arguments), &format!("{arguments:?}"), code, words);
+        failed(&self.run(arguments), &format!("{arguments:?}"), code, words);
     }
 
     /// No template and no work in progress is left in the store.
     fn assert_empty(&self) {
         let listed = self.ok(&["ls", "--format", "json"]);
         assert_eq!(listed, "[]", "templates were left behind");
-        let tmp = self.store.path().join("store/tmp");
+        let tmp = self.store().join("tmp");
         let left: Vec<_> = fs::read_dir(&tmp)
             .map(|entries| entries.flatten().map(|entry| entry.path()).collect())
             .unwrap_or_default();
@@ -98,15 +76,6 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         let _ = self.run(&["lab", "down"]);
-    }
-}
-
-fn check_failure(output: &Output, what: &str, code: i32, words: &[&str]) {
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{what}: {stderr}");
-    assert!(stderr.contains("error: ") || code == 2, "{what}: no error line: {stderr}");
-    for word in words {
-        assert!(stderr.contains(word), "{what}: {word:?} is not in: {stderr}");
     }
 }
 
@@ -187,14 +156,14 @@ fn bad_images_are_refused_and_leave_nothing() {
     let empty = scratch.path().join("empty");
     fs::create_dir(&empty).unwrap();
     let from = format!("oci:{}", empty.display());
-    check_failure(&build(&from), "not a layout", 1, &["oci-layout"]);
-    check_failure(&build("oci:/no/such/place"), "no such place", 3, &["/no/such/place"]);
+    failed(&build(&from), "not a layout", 1, &["oci-layout"]);
+    failed(&build("oci:/no/such/place"), "no such place", 3, &["/no/such/place"]);
     let from = format!("{}:no-such-tag", world.from());
-    check_failure(&build(&from), "unknown reference", 3, &["no-such-tag", "latest"]);
-    check_failure(&build("ftp://x"), "unknown kind", 2, &["ftp"]);
+    failed(&build(&from), "unknown reference", 3, &["no-such-tag", "latest"]);
+    failed(&build("ftp://x"), "unknown kind", 2, &["ftp"]);
 
     let arm = format!("{}/arm", scratch.path().display());
-    copy_layout(&world.image, Path::new(&arm));
+    copy_layout(&world.programs.image, Path::new(&arm));
     let output = world.run(&[
         "build",
         "--from",
@@ -204,16 +173,16 @@ fn bad_images_are_refused_and_leave_nothing() {
         "-t",
         "x:1",
     ]);
-    check_failure(&output, "wrong architecture", 1, &["arm64", "amd64"]);
+    failed(&output, "wrong architecture", 1, &["arm64", "amd64"]);
 
     let bad = scratch.path().join("digest");
-    copy_layout(&world.image, &bad);
+    copy_layout(&world.programs.image, &bad);
     // A byte of the gzip header that does not change what it decompresses to.
     change_layer(&bad, 0, |bytes| bytes[4] ^= 1);
-    check_failure(&build(&format!("oci:{}", bad.display())), "digest", 4, &["sha256:", "layer"]);
+    failed(&build(&format!("oci:{}", bad.display())), "digest", 4, &["sha256:", "layer"]);
 
     let cut = scratch.path().join("cut");
-    copy_layout(&world.image, &cut);
+    copy_layout(&world.programs.image, &cut);
     change_layer(&cut, 1, |bytes| bytes.truncate(bytes.len() - 1000));
     let output = build(&format!("oci:{}", cut.display()));
     assert!(matches!(output.status.code(), Some(1 | 4)), "{output:?}");
@@ -263,7 +232,7 @@ fn stores_that_cannot_be_written_are_named() {
     fs::write(&file, "x").unwrap();
     let store = file.join("store");
     let output = world.command().args(["ls", "--store"]).arg(&store).output().unwrap();
-    check_failure(&output, "a file in the way", 1, &["file"]);
+    failed(&output, "a file in the way", 1, &["file"]);
 
     // A small file system that fills up in the middle of a build.
     let small = scratch.path().join("small");
@@ -287,7 +256,7 @@ fn stores_that_cannot_be_written_are_named() {
     let listed = world.command().args(["ls", "--format", "json", "--store"]).arg(&store).output();
     let used = Command::new("du").arg("-sk").arg(&small).output().unwrap();
     Command::new("umount").arg(&small).status().unwrap();
-    check_failure(&output, "disk full", 1, &["space"]);
+    failed(&output, "disk full", 1, &["space"]);
     assert_eq!(String::from_utf8_lossy(&listed.unwrap().stdout).trim(), "[]");
     let used = String::from_utf8_lossy(&used.stdout).split_whitespace().next().unwrap().to_owned();
     assert!(used.parse::<u64>().unwrap() < 1024, "{used} KiB are left of a failed build");
@@ -320,9 +289,9 @@ fn a_root_filesystem_alone_needs_neither_root_nor_kvm() {
     world.ok(&["build", "--from", &world.from(), "-o", &format!("rootfs={}", first.display())]);
     // Another user, another directory, another time zone: the same bytes.
     let readable = scratch.path().join("image");
-    copy_readable(&world.image, &readable);
+    copy_readable(&world.programs.image, &readable);
     let bin = scratch.path().join("parbake");
-    fs::copy(world.bin.join("parbake"), &bin).unwrap();
+    fs::copy(world.programs.bin.join("parbake"), &bin).unwrap();
     let status = Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
         .arg(&bin)
@@ -427,7 +396,7 @@ fn a_run_that_no_host_can_serve_says_what_to_install() {
     for (verb, code) in [("bake", 7), ("run", 125)] {
         let output =
             world.command().args([verb, "debian:12"]).env("PATH", "/nonexistent").output().unwrap();
-        check_failure(&output, verb, code, &["QEMU", "apt-get install qemu-system-x86"]);
+        failed(&output, verb, code, &["QEMU", "apt-get install qemu-system-x86"]);
     }
 }
 
@@ -508,7 +477,7 @@ fn from_image_to_sandbox() {
     // A terminal: the guest sees one, of the right size.
     let script = format!(
         "stty rows 33 cols 99; exec {} -q run -it debian:12 -- sh -c 'tty; stty size'",
-        world.bin.join("parbake").display()
+        world.programs.bin.join("parbake").display()
     );
     let output = Command::new("script")
         .args(["-qec", &format!("sh -c \"{script}\""), "/dev/null"])
@@ -576,7 +545,7 @@ fn from_image_to_sandbox() {
 fn guest_suite(world: &World, through: &[&str]) {
     let suite = env!("CARGO_BIN_EXE_guest-suite");
     let store = world.store.path().join("store");
-    let vmm = world.bin.join("parbake-vmm");
+    let vmm = world.programs.bin.join("parbake-vmm");
     let mut command = if through.is_empty() {
         Command::new("env")
     } else {

@@ -6,34 +6,24 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use parbake_tests::programs::{Programs, failed};
 use serde_json::Value;
 use tempfile::TempDir;
 
 struct World {
-    bin: PathBuf,
-    image: PathBuf,
+    programs: Programs,
     root: TempDir,
 }
 
 impl World {
-    /// The programs and the image, or `None` with the reason on stdout.
     fn new() -> Option<Self> {
-        let (Some(bin), Some(image)) =
-            (std::env::var_os("PARBAKE_BIN"), std::env::var_os("PARBAKE_IMAGE"))
-        else {
-            println!("skipped: PARBAKE_BIN and PARBAKE_IMAGE are not set (use `make e2e`)");
-            return None;
-        };
-        if !rustix::process::geteuid().is_root() {
-            println!("skipped: build steps need root here");
-            return None;
-        }
+        let programs = Programs::find_as_root()?;
         let root = tempfile::Builder::new().prefix("parbake-e2e-build.").tempdir().unwrap();
         fs::create_dir(root.path().join("context")).unwrap();
-        Some(Self { bin: bin.into(), image: image.into(), root })
+        Some(Self { programs, root })
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -44,15 +34,13 @@ impl World {
     fn write(&self, name: &str, text: &str) {
         let path = self.path("context").join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text.replace("BASE", &format!("oci:{}", self.image.display()))).unwrap();
+        fs::write(path, text.replace("BASE", &self.programs.from())).unwrap();
     }
 
     /// In the context's directory.
     fn command(&self) -> Command {
-        let mut command = Command::new(self.bin.join("parbake"));
-        command.env("PARBAKE_STORE", self.path("store")).current_dir(self.path("context"));
-        command.env_remove("PARBAKE_HOST").env_remove("PARBAKE_PROGRESS").stdin(Stdio::null());
-        command.env_remove("SOURCE_DATE_EPOCH");
+        let mut command = self.programs.parbake(&self.path("store"));
+        command.current_dir(self.path("context"));
         command
     }
 
@@ -78,13 +66,7 @@ impl World {
 
     /// Runs, demands this exit code and every one of these words on stderr.
     fn fails(&self, arguments: &[&str], code: i32, words: &[&str]) -> String {
-        let output = self.run(arguments);
-        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
-        for word in words {
-            assert!(stderr.contains(word), "{arguments:?}: {word:?} is not in: {stderr}");
-        }
-        stderr
+        failed(&self.run(arguments), &format!("{arguments:?}"), code, words)
     }
 
     fn rootfs(&self) -> String {

@@ -10,38 +10,22 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use parbake_tests::programs::{Programs, failed};
 use serde_json::Value;
 use tempfile::TempDir;
 
 struct World {
-    bin: PathBuf,
-    image: PathBuf,
+    programs: Programs,
     root: TempDir,
 }
 
 impl World {
-    /// The programs and the image, or `None` with the reason on stdout.
     fn new() -> Option<Self> {
-        let (Some(bin), Some(image)) =
-            (std::env::var_os("PARBAKE_BIN"), std::env::var_os("PARBAKE_IMAGE"))
-        else {
-            println!("skipped: PARBAKE_BIN and PARBAKE_IMAGE are not set (use `make e2e`)");
-            return None;
-        };
-        if !rustix::process::geteuid().is_root() {
-            println!("skipped: builds need root here");
-            return None;
-        }
+        let programs = Programs::find_as_root()?;
         let root = tempfile::Builder::new().prefix("parbake-e2e-microvm.").tempdir().unwrap();
         fs::create_dir(root.path().join("context")).unwrap();
-        let world = Self { bin: bin.into(), image: image.into(), root };
-        let doctor = world.command("machines").args(["doctor", "--format", "json"]).output();
-        let doctor: Value = serde_json::from_slice(&doctor.unwrap().stdout).unwrap();
-        if doctor["able"] != true {
-            println!("skipped: this host can run no guests: {doctor}");
-            return None;
-        }
-        Some(world)
+        let world = Self { programs, root };
+        world.programs.can_run_guests(&world.path("machines")).then_some(world)
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -49,15 +33,14 @@ impl World {
     }
 
     fn dockerfile(&self, text: &str) {
-        let text = text.replace("BASE", &format!("oci:{}", self.image.display()));
+        let text = text.replace("BASE", &self.programs.from());
         fs::write(self.path("context/Dockerfile"), text).unwrap();
     }
 
     /// With a store of its own, so that no step is found in the other's cache.
     fn command(&self, store: &str) -> Command {
-        let mut command = Command::new(self.bin.join("parbake"));
-        command.env("PARBAKE_STORE", self.path(store)).current_dir(self.path("context"));
-        command.env_remove("PARBAKE_HOST").env_remove("PARBAKE_PROGRESS").stdin(Stdio::null());
+        let mut command = self.programs.parbake(&self.path(store));
+        command.current_dir(self.path("context"));
         command.env("SOURCE_DATE_EPOCH", "1000000000");
         command
     }
@@ -81,13 +64,7 @@ impl World {
 
     /// Builds, demands this exit code and every one of these words on stderr.
     fn fails(&self, builder: &str, more: &[&str], code: i32, words: &[&str]) -> String {
-        let output = self.build(builder, more);
-        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(code), "{builder}: {stderr}");
-        for word in words {
-            assert!(stderr.contains(word), "{builder}: {word:?} is not in: {stderr}");
-        }
-        stderr
+        failed(&self.build(builder, more), builder, code, words)
     }
 
     /// What a build leaves behind that is not its result.
@@ -98,9 +75,7 @@ impl World {
 
     /// Whether guests run here and not in the lab.
     fn on_kvm(&self) -> bool {
-        let doctor = self.command("machines").args(["doctor", "--format", "json"]).output();
-        let doctor: Value = serde_json::from_slice(&doctor.unwrap().stdout).unwrap();
-        doctor["host"]["kvmUsable"] == true
+        self.programs.kvm_is_usable(&self.path("machines"))
     }
 
     /// Monitors that run where guests do.

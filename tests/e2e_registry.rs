@@ -17,26 +17,21 @@ use parbake_cache::template::{
     CompatContract, MachineShape, ObjectRef, SCHEMA_VERSION, SnapshotManifest,
 };
 use parbake_cache::{Digest, Store};
+use parbake_tests::programs::{Programs, failed, succeeded};
 use serde_json::Value;
 use tempfile::TempDir;
 
 /// A home with a store, its own credentials, and the programs.
 struct Home {
-    bin: PathBuf,
-    image: PathBuf,
+    programs: Programs,
     directory: TempDir,
 }
 
 impl Home {
     fn new() -> Option<Self> {
-        let (Some(bin), Some(image)) =
-            (std::env::var_os("PARBAKE_BIN"), std::env::var_os("PARBAKE_IMAGE"))
-        else {
-            println!("skipped: PARBAKE_BIN and PARBAKE_IMAGE are not set (use `make e2e`)");
-            return None;
-        };
+        let programs = Programs::find()?;
         let directory = tempfile::Builder::new().prefix("parbake-road.").tempdir().unwrap();
-        Some(Self { bin: bin.into(), image: image.into(), directory })
+        Some(Self { programs, directory })
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -44,13 +39,8 @@ impl Home {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(self.bin.join("parbake"));
-        command.args(arguments).env("PARBAKE_STORE", self.path("store"));
-        command.env("REGISTRY_AUTH_FILE", self.path("auth.json"));
-        for name in ["PARBAKE_HOST", "PARBAKE_PROGRESS", "SOURCE_DATE_EPOCH"] {
-            command.env_remove(name);
-        }
-        command.stdin(Stdio::null());
+        let mut command = self.programs.parbake(&self.path("store"));
+        command.args(arguments).env("REGISTRY_AUTH_FILE", self.path("auth.json"));
         command
     }
 
@@ -59,7 +49,7 @@ impl Home {
     }
 
     fn ok(&self, arguments: &[&str]) -> String {
-        succeeded(self.run(arguments), &format!("{arguments:?}"))
+        succeeded(&self.run(arguments), &format!("{arguments:?}"))
     }
 
     fn json(&self, arguments: &[&str]) -> Value {
@@ -85,25 +75,6 @@ impl Home {
             fs::write(&path, content).unwrap();
         }
         self.ok(&["build", "--from", &format!("dir:{}", root.display()), "--free", "8", "-t", name])
-    }
-}
-
-fn succeeded(output: Output, what: &str) -> String {
-    assert!(
-        output.status.success(),
-        "{what} ended with {:?}: {}",
-        output.status.code(),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
-}
-
-fn failed(output: &Output, what: &str, code: i32, words: &[&str]) {
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{what}: {stderr}");
-    assert!(stderr.contains("error: "), "{what}: no error line: {stderr}");
-    for word in words {
-        assert!(stderr.contains(word), "{what}: {word:?} is not in: {stderr}");
     }
 }
 
@@ -283,7 +254,7 @@ fn a_template_travels_and_only_what_is_new_is_sent() {
         .output();
     match copied {
         Ok(output) => {
-            succeeded(output, "skopeo copy");
+            succeeded(&output, "skopeo copy");
             let third = Home::new().unwrap();
             let from = copy.to_str().unwrap();
             third.fails(&["import", from], 2, &["--tag"]);
@@ -323,7 +294,7 @@ fn what_is_exported_can_be_imported() {
     other.fails(&["import", file, "--reference", "nope"], 3, &["--reference"]);
     other.fails(&["import", home.path("store").to_str().unwrap()], 1, &["oci-layout"]);
     // An ordinary image: what to do instead.
-    let image = other.image.to_str().unwrap();
+    let image = other.programs.image.to_str().unwrap();
     other.fails(
         &["import", image, "-t", "x"],
         1,
@@ -383,11 +354,11 @@ fn what_is_asked_for_wrongly_is_said() {
     let image = format!("{host}/ordinary:1");
     let copied = Command::new("skopeo")
         .args(["copy", "--quiet", "--dest-tls-verify=false"])
-        .arg(format!("oci:{}", home.image.display()))
+        .arg(format!("oci:{}", home.programs.image.display()))
         .arg(format!("docker://{image}"))
         .output();
     if let Ok(output) = copied {
-        succeeded(output, "skopeo copy");
+        succeeded(&output, "skopeo copy");
         home.fails(
             &["pull", &image],
             1,
@@ -423,7 +394,7 @@ fn a_registry_with_a_password_wants_it() {
     home.fails(&["push", &name], 8, &["credentials", &format!("parbake login {host}")]);
     failed(&login("baker", "wrong\n"), "wrong password", 8, &["does not accept", host]);
     assert!(!home.path("auth.json").exists(), "a refused password was kept");
-    assert!(succeeded(login("baker", "secret\n"), "login").contains("baker"));
+    assert!(succeeded(&login("baker", "secret\n"), "login").contains("baker"));
     let kept = fs::metadata(home.path("auth.json")).unwrap();
     assert_eq!(kept.permissions().mode() & 0o777, 0o600);
 
@@ -575,7 +546,7 @@ fn two_templates_are_compared_file_by_file() {
 #[test]
 fn sizes_and_history_name_layers_and_paths() {
     let Some(home) = Home::new() else { return };
-    home.ok(&["build", "--from", &format!("oci:{}", home.image.display()), "-t", "image"]);
+    home.ok(&["build", "--from", &format!("oci:{}", home.programs.image.display()), "-t", "image"]);
     let history = home.json(&["history", "image"]);
     let layers = history["layers"].as_array().unwrap();
     let sizes = home.json(&["inspect", "--size", "image", "--depth", "1", "--top", "5"]);
@@ -708,7 +679,7 @@ fn signatures_are_demanded_and_found() {
     failed(&pull(&signed), "no key", 1, &["cannot use the policy", "ours.pub"]);
     fs::copy(&ours_pub, config.join("parbake/ours.pub")).unwrap();
     failed(&pull(&plain), "policy of the user", 4, &words);
-    succeeded(pull(&signed), "signed");
+    succeeded(&pull(&signed), "signed");
     // In files, too.
     let (with, without) = (file("with.tar"), file("without.tar"));
     home.ok(&["export", &signed, "-o", &with, "--sign", &ours]);
@@ -722,7 +693,7 @@ fn signatures_are_demanded_and_found() {
 #[test]
 fn an_sbom_lists_what_is_installed() {
     let Some(home) = Home::new() else { return };
-    home.ok(&["build", "--from", &format!("oci:{}", home.image.display()), "-t", "image"]);
+    home.ok(&["build", "--from", &format!("oci:{}", home.programs.image.display()), "-t", "image"]);
     let urls = home.ok(&["sbom", "image"]);
     for package in ["pkg:deb/debian/libc6@", "pkg:deb/debian/dpkg@", "distro=debian-12"] {
         assert!(urls.contains(package), "{package} is not in {urls}");
@@ -762,7 +733,7 @@ fn an_sbom_lists_what_is_installed() {
     let output = home.run(&["sbom", "languages"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("rpm databases are not read"), "{said}");
-    let urls = succeeded(output, "sbom");
+    let urls = succeeded(&output, "sbom");
     for url in
         ["pkg:npm/%40a/b@2.0.0", "pkg:pypi/foo@1.0", "pkg:apk/alpine/musl@1.2-r1?arch=x86_64"]
     {
@@ -882,7 +853,7 @@ fn a_baked_template_is_proved_before_it_is_published() {
     let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
     let _lab = Lab(&home);
     let name = format!("{}/team/debian:12", registry.host);
-    home.ok(&["build", "--from", &format!("oci:{}", home.image.display()), "-t", &name]);
+    home.ok(&["build", "--from", &format!("oci:{}", home.programs.image.display()), "-t", &name]);
     home.ok(&["bake", &name]);
     let text = home.ok(&["verify", "--restore", &name]);
     for check in ["ready", "random", "clock", "hostname", "machine-id", "filesystem"] {
@@ -901,7 +872,7 @@ fn a_baked_template_is_proved_before_it_is_published() {
 
     let pushed = home.run(&["--format", "json", "push", &name]);
     let stderr = String::from_utf8_lossy(&pushed.stderr).into_owned();
-    let document: Value = serde_json::from_str(&succeeded(pushed, "push")).unwrap();
+    let document: Value = serde_json::from_str(&succeeded(&pushed, "push")).unwrap();
     assert_eq!(document["snapshots"], 1);
     assert!(stderr.contains("checks passed"), "the push did not restore: {stderr}");
     // What was pulled runs without a bake. Into the same store, as every lab has a clock of its

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Instant;
 
+use parbake_tests::programs::{Programs, succeeded};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -16,30 +17,20 @@ use tempfile::TempDir;
 const HOME: &str = "/tmp/parbaked-e2e";
 
 struct World {
-    bin: PathBuf,
-    image: PathBuf,
+    programs: Programs,
     store: TempDir,
     lab: bool,
 }
 
 impl World {
-    /// The programs and the image, or `None` with the reason on stdout.
     fn new() -> Option<Self> {
-        let (Some(bin), Some(image)) =
-            (std::env::var_os("PARBAKE_BIN"), std::env::var_os("PARBAKE_IMAGE"))
-        else {
-            println!("skipped: PARBAKE_BIN and PARBAKE_IMAGE are not set (use `make e2e`)");
-            return None;
-        };
+        let programs = Programs::find()?;
         let store = tempfile::Builder::new().prefix("parbake-e2e-service.").tempdir().unwrap();
-        let mut world = Self { bin: bin.into(), image: image.into(), store, lab: false };
-        let doctor = world.parbake(&["doctor", "--format", "json"]);
-        let doctor: Value = serde_json::from_slice(&doctor.stdout).unwrap();
-        if doctor["able"] != true {
-            println!("skipped: this host can run no guests: {doctor}");
+        let mut world = Self { programs, store, lab: false };
+        if !world.programs.can_run_guests(&world.store()) {
             return None;
         }
-        world.lab = doctor["host"]["kvmUsable"] != true;
+        world.lab = !world.programs.kvm_is_usable(&world.store());
         Some(world)
     }
 
@@ -48,21 +39,19 @@ impl World {
     }
 
     fn parbake(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::new(self.bin.join("parbake"));
-        command.env("PARBAKE_STORE", self.store()).args(arguments).stdin(Stdio::null());
-        command.env_remove("PARBAKE_HOST").env_remove("PARBAKE_PROGRESS").output().unwrap()
+        self.programs.parbake(&self.store()).args(arguments).output().unwrap()
     }
 
     fn ok(&self, arguments: &[&str]) -> String {
-        said(&self.parbake(arguments), &format!("{arguments:?}"))
+        succeeded(&self.parbake(arguments), &format!("{arguments:?}"))
     }
 
     /// Runs a script where the service is; `parbaked` and `$api` (curl on its socket) work in it.
     fn shell(&self, script: &str) -> Output {
         let bin = if self.lab {
-            Path::new("/.host").join(self.bin.strip_prefix("/").unwrap())
+            Path::new("/.host").join(self.programs.bin.strip_prefix("/").unwrap())
         } else {
-            self.bin.clone()
+            self.programs.bin.clone()
         };
         let script = format!(
             "set -eu; export PATH={}:$PATH PARBAKED_ADDRESS=unix:{HOME}/s; \
@@ -77,7 +66,7 @@ impl World {
 
     /// The same; it must succeed, and what it says comes back.
     fn sh(&self, script: &str) -> String {
-        said(&self.shell(script), script)
+        succeeded(&self.shell(script), script)
     }
 
     fn json(&self, script: &str) -> Value {
@@ -135,21 +124,16 @@ impl Drop for World {
     }
 }
 
-fn said(output: &Output, what: &str) -> String {
-    assert!(
-        output.status.success(),
-        "{what}\nended with {:?}: {}{}",
-        output.status.code(),
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    String::from_utf8_lossy(&output.stdout).trim().to_owned()
-}
-
 #[test]
 fn the_life_of_sandboxes() {
     let Some(world) = World::new() else { return };
-    world.ok(&["build", "--from", &format!("oci:{}", world.image.display()), "-t", "debian:12"]);
+    world.ok(&[
+        "build",
+        "--from",
+        &format!("oci:{}", world.programs.image.display()),
+        "-t",
+        "debian:12",
+    ]);
     world.ok(&["bake", "debian:12"]);
     world.serve();
     type Step = (&'static str, fn(&World));

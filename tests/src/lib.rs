@@ -1,6 +1,8 @@
 //! What the end-to-end tests and benchmarks share: a sandbox from a store, and running in it.
 #![forbid(unsafe_code)]
 
+pub mod programs;
+
 use std::sync::Arc;
 use std::time::Duration;
 
