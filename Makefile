@@ -70,6 +70,15 @@ bench: setup-test build image
 	target/release/bench $(BIN) target/bench.json $(IMAGES)/debian $(IMAGES)/debian-large
 
 PREFIX ?= /usr/local
+SHARE   = $(DESTDIR)$(PREFIX)/share
 install: build
 	install -Dm 755 -t $(DESTDIR)$(PREFIX)/bin $(BIN)/parbake $(BIN)/parbaked
 	install -Dm 755 -t $(DESTDIR)$(PREFIX)/libexec/parbake $(BIN)/parbake-vmm $(BIN)/parbake-agent
+	install -d $(addprefix $(SHARE)/,man/man1 bash-completion/completions zsh/site-functions \
+		fish/vendor_completions.d)
+	for program in parbake parbaked; do \
+		$(BIN)/$$program man $(SHARE)/man/man1; \
+		$(BIN)/$$program completions bash >$(SHARE)/bash-completion/completions/$$program; \
+		$(BIN)/$$program completions zsh >$(SHARE)/zsh/site-functions/_$$program; \
+		$(BIN)/$$program completions fish >$(SHARE)/fish/vendor_completions.d/$$program.fish; \
+	done

@@ -144,6 +144,7 @@ enum Verb {
     Kernel(kernel::Args),
     Lab(lab::Args),
     Doctor(doctor::Args),
+    Schema(shell::SchemaArgs),
     Completions(shell::CompletionsArgs),
     #[command(hide = true)]
     Man(shell::ManArgs),
@@ -249,6 +250,7 @@ fn run_verb(context: &Context, verb: &Verb) -> Result<u8, CliError> {
         Verb::Kernel(args) => kernel::run(context, args).map(|()| 0),
         Verb::Lab(args) => lab::run(context, args),
         Verb::Doctor(args) => doctor::run(context, args),
+        Verb::Schema(args) => shell::schema(args).map(|()| 0),
         Verb::Completions(args) => shell::completions(args).map(|()| 0),
         Verb::Man(args) => shell::man(args).map(|()| 0),
         Verb::StepGuest(args) => builder::step_guest(args),

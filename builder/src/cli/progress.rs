@@ -1,15 +1,97 @@
 //! Progress on stderr: a live view on a terminal, plain lines elsewhere, JSON lines for programs.
 //!
-//! The JSON form is one document a line: `{"event":"start"|"update"|"done"|"note", "step":…,
-//! "detail":…, "seconds":…}`. `seconds` counts from the start of the step; `update` comes at most
-//! five times a second. A build's steps also have `cached` (instead of `start` and `done`),
-//! `reason` (with `--explain`) and `output` (with `stream` and `text`: one line of a program).
+//! The JSON form is one document a line, each an [`Event`]; `progress.v1.schema.json` is their schema,
+//! and `parbake schema progress` prints it.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde_json::json;
+use schemars::JsonSchema;
+use serde::Serialize;
+
+/// What a program reads: one of these a line, on stderr, with `--progress json`. Lines that begin with
+/// something else than `{` are not progress: errors and hints.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(tag = "event", rename_all = "lowercase")]
+#[schemars(title = "parbake progress")]
+enum Event<'a> {
+    /// A step begins.
+    Start {
+        /// Its name; steps of one command may bear the same.
+        step: &'a str,
+    },
+    /// What the step under way is at; at most five times a second.
+    Update {
+        /// Its name.
+        step: &'a str,
+        /// For people.
+        detail: &'a str,
+        /// Since it began.
+        seconds: f64,
+    },
+    /// The step is over.
+    Done {
+        /// Its name.
+        step: &'a str,
+        /// Its result, for people.
+        detail: &'a str,
+        /// How long it took.
+        seconds: f64,
+    },
+    /// A build step whose result was there already; it has neither start nor end.
+    Cached {
+        /// Its name.
+        step: &'a str,
+    },
+    /// Why a build step is done at all, with `--explain`.
+    Reason {
+        /// Its name.
+        step: &'a str,
+        /// For people.
+        detail: &'a str,
+    },
+    /// A line that a program of a build step wrote.
+    Output {
+        /// The step's name.
+        step: &'a str,
+        /// Where to.
+        stream: Stream,
+        /// The line, without control characters.
+        text: &'a str,
+    },
+    /// Worth knowing; of no step.
+    Note {
+        /// For people.
+        detail: &'a str,
+    },
+}
+
+/// An output of a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Stream {
+    /// The standard output.
+    Stdout,
+    /// The standard error output.
+    Stderr,
+}
+
+impl Event<'_> {
+    fn print(&self) {
+        if let Ok(line) = serde_json::to_string(self) {
+            eprintln!("{line}");
+        }
+    }
+}
+
+/// The JSON Schema of the lines.
+pub fn schema() -> String {
+    let mut text =
+        serde_json::to_string_pretty(&schemars::schema_for!(Event<'_>)).unwrap_or_default();
+    text.push('\n');
+    text
+}
 
 /// How progress is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -65,7 +147,7 @@ impl Progress {
         });
         match self.form {
             Form::Plain => eprintln!("{name} …"),
-            Form::Json => eprintln!("{}", json!({ "event": "start", "step": name })),
+            Form::Json => Event::Start { step: &name }.print(),
             Form::Live | Form::Quiet => {}
         }
         let started = Instant::now();
@@ -76,7 +158,7 @@ impl Progress {
     pub fn cached(&self, name: &str) {
         match self.form {
             Form::Live | Form::Plain => eprintln!("{name}: cached"),
-            Form::Json => eprintln!("{}", json!({ "event": "cached", "step": name })),
+            Form::Json => Event::Cached { step: name }.print(),
             Form::Quiet => {}
         }
     }
@@ -85,7 +167,7 @@ impl Progress {
     pub fn note(&self, text: &str) {
         match self.form {
             Form::Live | Form::Plain => eprintln!("{text}"),
-            Form::Json => eprintln!("{}", json!({ "event": "note", "detail": text })),
+            Form::Json => Event::Note { detail: text }.print(),
             Form::Quiet => {}
         }
     }
@@ -109,22 +191,17 @@ impl Step {
         } else if self.form == Form::Json && self.updated.elapsed() >= UPDATE_INTERVAL {
             self.updated = Instant::now();
             let seconds = self.started.elapsed().as_secs_f64();
-            let event = json!({ "event": "update", "step": self.name, "detail": detail.into(),
-                "seconds": seconds });
-            eprintln!("{event}");
+            Event::Update { step: &self.name, detail: &detail.into(), seconds }.print();
         }
     }
 
     /// A line that a program of the step wrote.
-    pub fn output(&mut self, stream: &str, line: &str) {
+    pub fn output(&mut self, stream: Stream, line: &str) {
         match self.form {
             // The last line is enough while all is well; a failure shows more.
             Form::Live => self.update(line),
             Form::Plain => eprintln!("  | {line}"),
-            Form::Json => eprintln!(
-                "{}",
-                json!({ "event": "output", "step": self.name, "stream": stream, "text": line })
-            ),
+            Form::Json => Event::Output { step: &self.name, stream, text: line }.print(),
             Form::Quiet => {}
         }
     }
@@ -133,10 +210,7 @@ impl Step {
     pub fn reason(&self, reason: &str) {
         match self.form {
             Form::Live | Form::Plain => self.aside(&format!("  because {reason}")),
-            Form::Json => {
-                let event = json!({ "event": "reason", "step": self.name, "detail": reason });
-                eprintln!("{event}");
-            }
+            Form::Json => Event::Reason { step: &self.name, detail: reason }.print(),
             Form::Quiet => {}
         }
     }
@@ -157,10 +231,7 @@ impl Step {
         }
         match self.form {
             Form::Live | Form::Plain => eprintln!("{}: {detail} ({seconds:.2} s)", self.name),
-            Form::Json => eprintln!(
-                "{}",
-                json!({ "event": "done", "step": self.name, "detail": detail, "seconds": seconds })
-            ),
+            Form::Json => Event::Done { step: &self.name, detail, seconds }.print(),
             Form::Quiet => {}
         }
     }
@@ -190,6 +261,25 @@ pub fn bytes(count: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_committed_schema_is_fresh() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/progress.v1.schema.json");
+        if std::env::var_os("PARBAKE_UPDATE").is_some() {
+            std::fs::write(path, schema()).unwrap();
+        }
+        let committed = std::fs::read_to_string(path).unwrap_or_default();
+        assert_eq!(committed, schema(), "run with PARBAKE_UPDATE=1 and commit");
+    }
+
+    #[test]
+    fn lines_are_as_programs_know_them() {
+        let line = |event: &Event<'_>| serde_json::to_string(event).unwrap();
+        let text = line(&Event::Output { step: "[1/2] RUN x", stream: Stream::Stderr, text: "a" });
+        assert_eq!(text, r#"{"event":"output","step":"[1/2] RUN x","stream":"stderr","text":"a"}"#);
+        let text = line(&Event::Done { step: "bake", detail: "1 MiB", seconds: 0.5 });
+        assert_eq!(text, r#"{"event":"done","step":"bake","detail":"1 MiB","seconds":0.5}"#);
+    }
 
     #[test]
     fn bytes_are_readable() {

@@ -3,7 +3,7 @@
 use parbake_builder::execute::{Event, ExecuteError, Stream};
 
 use super::error::{CliError, Kind};
-use super::progress::{Progress, Step, bytes};
+use super::progress::{self, Progress, Step, bytes};
 
 /// The longest line of a program that is shown while it runs.
 const LONGEST_LINE: usize = 4096;
@@ -82,7 +82,7 @@ impl<'a> StepView<'a> {
         }
         let text: String =
             String::from_utf8_lossy(&line).chars().filter(|c| !c.is_control()).collect();
-        let stream = ["stdout", "stderr"][index];
+        let stream = [progress::Stream::Stdout, progress::Stream::Stderr][index];
         match &mut self.step {
             Some(step) => step.output(stream, &text),
             None => self.progress.note(&text),
