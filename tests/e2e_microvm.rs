@@ -207,6 +207,150 @@ fn machines_leave_what_the_sandbox_leaves() {
     assert_eq!(world.monitors(), "");
 }
 
+/// Steps that say in which machine they ran.
+const MACHINES: &str = r#"FROM BASE AS one
+RUN cat /proc/sys/kernel/random/boot_id > /a; mkdir /gone; echo 1 > /gone/x; echo 1 > /dev/shm/x; echo 1 > /left
+COPY given /given
+WORKDIR /w
+RUN set -e; cat /proc/sys/kernel/random/boot_id > /b; cmp /given /left; test "$(pwd)" = /w; test ! -e /dev/shm/x; \
+    rm -r /gone; mkdir /gone
+RUN --mount=type=secret,id=token cat /proc/sys/kernel/random/boot_id > /c; test ! -e /gone/x
+RUN cat /proc/sys/kernel/random/boot_id > /d; test ! -e /run/secrets
+RUN --network=none cat /proc/sys/kernel/random/boot_id > /e
+FROM one
+RUN cat /proc/sys/kernel/random/boot_id > /f
+RUN cat /proc/sys/kernel/random/boot_id > /g
+"#;
+
+#[test]
+fn a_machine_is_shared_within_a_stage_and_never_with_a_secret() {
+    let Some(world) = World::new() else { return };
+    world.dockerfile(MACHINES);
+    fs::write(world.path("context/given"), "1\n").unwrap();
+    fs::write(world.path("token"), "correct-horse\n").unwrap();
+    let secret = format!("id=token,src={}", world.path("token").display());
+    let out = world.path("out.ext4");
+    let rootfs = format!("rootfs={}", out.display());
+    let begun = Instant::now();
+    let (_, said) = world.built("microvm", &["--secret", &secret, "-o", &rootfs]);
+    println!("{:?} for\n{said}", begun.elapsed());
+    let booted = |name: &str| file_of(&out, &format!("/{name}"));
+    assert_eq!(booted("a").trim().len(), 36, "{}", booted("a"));
+    assert_eq!(booted("a"), booted("b"));
+    assert_eq!(booted("f"), booted("g"));
+    let different: std::collections::BTreeSet<String> =
+        ["a", "c", "d", "e", "f"].into_iter().map(booted).collect();
+    assert_eq!(different.len(), 5, "{different:?}");
+    assert!(world.leftovers().is_empty(), "{:?}", world.leftovers());
+    assert_eq!(world.monitors(), "");
+}
+
+/// A file of a root filesystem.
+fn file_of(image: &std::path::Path, path: &str) -> String {
+    let output =
+        Command::new("debugfs").args(["-R", &format!("cat {path}")]).arg(image).output().unwrap();
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// An SSH agent that holds a key.
+struct Agent {
+    child: std::process::Child,
+    socket: PathBuf,
+    fingerprint: String,
+}
+
+impl Agent {
+    fn new(directory: &std::path::Path) -> Self {
+        let (socket, key) = (directory.join("agent"), directory.join("key"));
+        let done = |command: &mut Command| {
+            let output = command.output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        };
+        done(Command::new("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(&key));
+        let mut child = Command::new("ssh-agent");
+        child.args(["-D", "-a"]).arg(&socket).stdout(Stdio::null());
+        let child = child.spawn().unwrap();
+        let limit = Instant::now() + Duration::from_secs(20);
+        while !socket.exists() {
+            assert!(Instant::now() < limit, "no agent");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        done(Command::new("ssh-add").arg(&key).env("SSH_AUTH_SOCK", &socket));
+        let fingerprint = done(Command::new("ssh-add").arg("-l").env("SSH_AUTH_SOCK", &socket));
+        Self { child, socket, fingerprint }
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn an_ssh_agent_is_offered_and_nothing_of_it_stays() {
+    let Some(world) = World::new() else { return };
+    let agent = Agent::new(world.root.path());
+    // `ssh-add` of this machine, with the libraries it was linked against.
+    let tool = world.path("context/ssh");
+    fs::create_dir(&tool).unwrap();
+    let take = |path: &str| {
+        let name = path.rsplit('/').next().unwrap();
+        fs::copy(path, tool.join(name)).unwrap();
+    };
+    take("/usr/bin/ssh-add");
+    fs::copy(world.path("key.pub"), tool.join("key.pub")).unwrap();
+    let libraries = Command::new("ldd").arg("/usr/bin/ssh-add").output().unwrap();
+    let libraries = String::from_utf8(libraries.stdout).unwrap();
+    libraries.split_whitespace().filter(|word| word.starts_with('/')).for_each(take);
+    let script = "#!/bin/sh\nexec /opt/ssh/ld-linux-*.so.* --library-path /opt/ssh /opt/ssh/ssh-add \"$@\"\n";
+    fs::write(tool.join("run"), script).unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    fs::set_permissions(tool.join("run"), mode).unwrap();
+    world.dockerfile(
+        r#"FROM BASE
+COPY ssh /opt/ssh
+RUN --mount=type=ssh,required set -e; test "$SSH_AUTH_SOCK" = /run/buildkit/ssh_agent.0; /opt/ssh/run -l > /listed; \
+    /opt/ssh/run -T /opt/ssh/key.pub; for n in 1 2 3 4 5 6 7 8; do /opt/ssh/run -l > /l$n & done; wait; \
+    for n in 1 2 3 4 5 6 7 8; do cmp /l$n /listed; done
+USER 1000:50
+RUN --mount=type=ssh,id=deploy,uid=1000,gid=50,mode=0600,target=/tmp/agent set -e; test "$SSH_AUTH_SOCK" = /tmp/agent; \
+    test "$(stat -c %a:%u:%g:%F /tmp/agent)" = 600:1000:50:socket; /opt/ssh/run -l > /tmp/listed
+USER root
+RUN set -e; test ! -e /run/buildkit; test ! -e /tmp/agent; test -z "$SSH_AUTH_SOCK"
+RUN --mount=type=ssh,id=absent test -z "$SSH_AUTH_SOCK"
+"#,
+    );
+    let [first, second] =
+        ["default", "deploy"].map(|id| format!("{id}={}", agent.socket.display()));
+    let mut made = Vec::new();
+    for builder in ["sandbox", "microvm"] {
+        let out = world.path(&format!("{builder}.ext4"));
+        let rootfs = format!("rootfs={}", out.display());
+        let begun = Instant::now();
+        world.built(builder, &["-o", &rootfs, "--ssh", &first, "--ssh", &second]);
+        println!("{builder}: {:?}", begun.elapsed());
+        for name in ["/listed", "/tmp/listed"] {
+            assert_eq!(file_of(&out, name), agent.fingerprint, "{builder}: {name}");
+        }
+        made.push(fs::read(&out).unwrap());
+    }
+    assert!(made[0] == made[1], "the two executors differ");
+    assert!(world.leftovers().is_empty(), "{:?}", world.leftovers());
+
+    let out = format!("rootfs={}", world.path("out.ext4").display());
+    drop(agent);
+    for builder in ["sandbox", "microvm"] {
+        let again = ["-o", &out, "--no-cache"];
+        world.fails(builder, &again, 5, &["Dockerfile:3", "no SSH agent default", "--ssh default"]);
+        let gone = [&again[..], &["--ssh", &first]].concat();
+        world.fails(builder, &gone, 5, &["Dockerfile:3", "default", "does not answer"]);
+    }
+    assert!(!world.path("out.ext4").exists());
+}
+
 #[test]
 fn steps_that_fail_in_machines_say_so() {
     let Some(world) = World::new() else { return };

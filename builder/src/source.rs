@@ -243,7 +243,7 @@ impl Source {
             return Err(SourceError::Unsupported(what));
         }
         if !options.ssh.is_empty() || options.strict {
-            let what = "--ssh and --strict are for --builder sandbox only";
+            let what = "--ssh and --strict are for --builder microvm and sandbox only";
             return Err(SourceError::Unsupported(what.to_owned()));
         }
         let mut extra = Vec::new();

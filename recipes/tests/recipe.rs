@@ -86,6 +86,18 @@ fn mistakes_name_line_column_and_remedy() {
             format!("{HEAD}build:\n  steps:\n    - run: x\n      secrets: [t]\n"),
             "parbake.yaml:5: step uses secret t, which is not declared",
         ),
+        (
+            format!("{HEAD}build:\n  secrets: [{{id: t}}]\n  steps:\n    - run: x\n"),
+            "secret t is declared in build.secrets, and no step sees it; add secrets: [t]",
+        ),
+        (
+            format!("{HEAD}build:\n  network: none\n  steps:\n    - run: x\n      network: full\n"),
+            "parbake.yaml:6: step asks for a network, and build.network is none",
+        ),
+        (
+            format!("{HEAD}files:\n  - {{content: a, dest: /b, exclude: [c]}}\n"),
+            "parbake.yaml:4: file /b has content",
+        ),
         ("apiVersion: parbake.dev/v2\nbase: {image: x}\n".to_owned(), "parbake.yaml:1:13: "),
         (
             "apiVersion: parbake.dev/v1\nbase: {image: x, bootstrap: {suite: y}}\n".to_owned(),
@@ -111,6 +123,23 @@ fn nothing_there_says_what_to_do() {
         error.ends_with("name one with -f, or write one with `parbake recipe init`"),
         "{error}"
     );
+}
+
+#[test]
+fn what_comes_to_nothing_without_a_snapshot_is_told() {
+    let warned = |more: &str| {
+        let text = format!("{HEAD}snapshot: {{enabled: false{more}");
+        let warnings = loaded(&text).plan.warnings;
+        warnings.into_iter().map(|warning| warning.message).collect::<Vec<_>>()
+    };
+    assert!(warned("}\n").is_empty());
+    let all =
+        "}\nwarmup: {steps: [exec: x]}\nready: {checks: [tcp: 1]}\nmoreMachines: [{vcpus: 2}]\n";
+    assert_eq!(
+        warned(all),
+        ["snapshot.enabled is false, so nothing comes of warmup, ready, moreMachines"]
+    );
+    assert!(warned(", dropCaches: false}\n")[0].ends_with("the rest of snapshot"));
 }
 
 #[test]

@@ -410,8 +410,8 @@ fn from_source(context: &Context, args: &Args, cancel: &Arc<AtomicBool>) -> CliR
         if announce && matches!(event, Event::StepReason { .. }) && !announced {
             announced = true;
             context.progress.note(
-                "steps share this machine's kernel (--builder sandbox); --builder microvm runs each \
-                 in a machine of its own",
+                "steps share this machine's kernel (--builder sandbox); --builder microvm runs them \
+                 in machines of their own",
             );
         }
         view.event(&event);

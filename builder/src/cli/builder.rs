@@ -1,6 +1,7 @@
 //! Who runs the steps of a build, and the machines they run in.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parbake_builder::execute::{
@@ -20,6 +21,9 @@ use super::{Context, interrupt};
 
 /// How long a build machine may take to boot; longer where it is emulated.
 const BOOT: Duration = Duration::from_secs(60);
+
+/// How often it is told what the machine was denied.
+const TELL_EVERY: Duration = Duration::from_millis(200);
 
 /// Memory of a build machine where nothing is said, in MiB: here, and in the lab, which has little.
 const MEMORY_MIB: (u32, u32) = (2048, 768);
@@ -56,7 +60,7 @@ pub struct BuilderArgs {
 enum Builder {
     /// Machines where KVM runs them, else the sandbox.
     Auto,
-    /// Each step in a machine of its own (in the lab where KVM cannot run one: slow).
+    /// In machines of their own, one for each stage (in the lab where KVM cannot run one: slow).
     Microvm,
     /// This program, as root, steps in namespaces of this machine's kernel.
     Sandbox,
@@ -91,7 +95,7 @@ impl BuilderArgs {
         };
         let refuse = |what: &str| {
             Err(CliError::new(Kind::Refused, what)
-                .hint("--builder microvm runs each step in a machine of its own")
+                .hint("--builder microvm runs steps in machines of their own")
                 .hint("leave out --require-isolation to let steps share a kernel"))
         };
         let choice = match self.builder {
@@ -216,7 +220,7 @@ fn in_lab(context: &Context) -> CliResult<InLab> {
     Ok(InLab { lab, command: vec![program.into_os_string(), "step-guest".into()], env })
 }
 
-/// Boot the machine of one build step and connect this process's streams to it
+/// Boot a machine for build steps and connect this process's streams to it
 #[derive(Debug, clap::Args)]
 pub struct StepGuestArgs {
     /// The machine, as JSON
@@ -224,7 +228,7 @@ pub struct StepGuestArgs {
     machine: String,
 }
 
-/// Runs one step's machine.
+/// Runs a machine for steps.
 pub fn step_guest(args: &StepGuestArgs) -> CliResult<u8> {
     interrupt::watch();
     let machine: StepGuest =
@@ -234,10 +238,26 @@ pub fn step_guest(args: &StepGuestArgs) -> CliResult<u8> {
     let mut sandbox =
         execute::run_guest(&machine, Some(interrupt::asked), events).map_err(failed)?;
     let client = sandbox.connect().map_err(failed)?;
-    let ended = stdio::run(client, execute::step_request(), || {});
-    for line in watch.lines() {
-        eprintln!("{line}");
-    }
+    let over = AtomicBool::new(false);
+    let ended = std::thread::scope(|scope| {
+        // Steps follow each other, and what one was denied is told while it is remembered.
+        let over = &over;
+        scope.spawn(move || {
+            loop {
+                let last = over.load(Ordering::Relaxed);
+                for line in watch.lines() {
+                    eprintln!("{line}");
+                }
+                if last {
+                    break;
+                }
+                std::thread::park_timeout(TELL_EVERY);
+            }
+        });
+        let ended = stdio::run(client, execute::step_request(), || {});
+        over.store(true, Ordering::Relaxed);
+        ended
+    });
     match ended {
         Ok(Ended::Exited(exit)) => Ok(u8::try_from(exit.shell_code()).unwrap_or(125)),
         Ok(Ended::HungUp) => Err(CliError::interrupted()),

@@ -141,6 +141,9 @@ pub fn build(
             state.push(&result);
             state.history.push(history);
         }
+        for line in executor.leave_stage() {
+            events(Event::Warning { at: None, message: &line });
+        }
         states.push(state);
     }
     let Some((state, stage)) = states.pop().zip(plan.stages.last()) else {

@@ -22,6 +22,7 @@ mod overlay;
 mod rootpath;
 mod sandbox;
 mod secrets;
+mod ssh;
 mod step;
 #[cfg(test)]
 mod tests;
@@ -219,12 +220,16 @@ pub enum PreparedMount {
         /// Writes fail.
         read_only: bool,
     },
-    /// A socket that someone listens at.
+    /// A socket that leads to an SSH agent.
     Socket {
         /// In the stage.
         target: String,
-        /// On this machine.
+        /// The agent's own, on this machine.
         path: PathBuf,
+        /// Permissions of the one in the stage.
+        mode: u32,
+        /// Its owner and group.
+        owner: (u32, u32),
     },
     /// Memory.
     Tmpfs {
@@ -278,6 +283,8 @@ pub struct Job<'a> {
     pub mounts: &'a [PreparedMount],
     /// More than loopback.
     pub network: bool,
+    /// It is given what no other step may see: a secret, or an SSH agent.
+    pub private: bool,
     /// A directory of the step's own on this machine.
     pub scratch: &'a Path,
     /// Set from elsewhere to stop.
@@ -311,4 +318,10 @@ pub trait Executor {
         job: &Job<'_>,
         output: &mut dyn FnMut(Stream, &[u8]),
     ) -> Result<Ended, ExecuteError>;
+
+    /// A stage is done: whatever was kept for its next step is let go, as the steps of another must
+    /// not meet it. What there is to be told.
+    fn leave_stage(&mut self) -> Vec<String> {
+        Vec::new()
+    }
 }

@@ -15,6 +15,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::error::{Doing as _, ExecuteError};
+use super::ssh::Door;
 use super::{Ended, Executor, Job, PreparedMount, RESOLVER, Stream};
 
 /// What a step may do as root: Docker's default.
@@ -93,7 +94,8 @@ impl Executor for Sandbox {
         for path in [&bundle, &state] {
             std::fs::create_dir_all(path).doing(|| format!("making {}", path.display()))?;
         }
-        let config = serde_json::to_vec(&config(job)).unwrap_or_default();
+        let doors = doors(job)?;
+        let config = serde_json::to_vec(&config(job, &doors)).unwrap_or_default();
         std::fs::write(bundle.join("config.json"), config)
             .doing(|| "writing the step's configuration".to_owned())?;
         // The scratch directory's random name is unique on this machine, as the id has to be.
@@ -119,6 +121,7 @@ impl Executor for Sandbox {
         let mut delete = Command::new(&self.runtime);
         delete.arg("--root").arg(&state).args(["delete", "--force", &id]);
         let _ = delete.stdout(Stdio::null()).stderr(Stdio::null()).status();
+        drop(doors);
         let code = code?;
         if code != 0
             && let Some(problem) = runtime_problem(&log)
@@ -196,7 +199,22 @@ fn watch(
     Ok(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)))
 }
 
-fn config(job: &Job<'_>) -> Value {
+/// A socket for each agent that the step is offered, in the mounts' order.
+fn doors(job: &Job<'_>) -> Result<Vec<Door>, ExecuteError> {
+    let sockets = job.mounts.iter().filter_map(|mount| match mount {
+        PreparedMount::Socket { path, mode, owner, .. } => Some((path, *mode, *owner)),
+        _ => None,
+    });
+    sockets
+        .enumerate()
+        .map(|(number, (agent, mode, owner))| {
+            Door::open(job.scratch, &format!("agent{number}"), agent, mode, owner)
+                .doing(|| format!("offering the SSH agent at {}", agent.display()))
+        })
+        .collect()
+}
+
+fn config(job: &Job<'_>, doors: &[Door]) -> Value {
     let capabilities = if job.identity.uid == 0 { &CAPABILITIES[..] } else { &[] };
     let mut namespaces = vec!["pid", "ipc", "uts", "mount", "cgroup"];
     if !job.network {
@@ -217,7 +235,11 @@ fn config(job: &Job<'_>) -> Value {
         json!({"destination": "/sys", "type": "sysfs", "source": "sysfs",
                "options": ["nosuid", "noexec", "nodev", "ro"]}),
     ];
-    mounts.extend(job.mounts.iter().map(mount));
+    let mut doors = doors.iter();
+    mounts.extend(job.mounts.iter().map(|prepared| match prepared {
+        PreparedMount::Socket { .. } => mount(prepared, doors.next().map(Door::path)),
+        _ => mount(prepared, None),
+    }));
     json!({
         "ociVersion": "1.0.2",
         "hostname": "parbake-build",
@@ -255,7 +277,8 @@ fn config(job: &Job<'_>) -> Value {
     })
 }
 
-fn mount(mount: &PreparedMount) -> Value {
+/// A mount as runtimes are told it; `door` is where a socket lies here.
+fn mount(mount: &PreparedMount, door: Option<&Path>) -> Value {
     let bind = |path: &Path, read_only: bool| {
         json!({
             "destination": mount.target(), "type": "bind", "source": path,
@@ -266,7 +289,7 @@ fn mount(mount: &PreparedMount) -> Value {
         PreparedMount::Bind { path, read_only, .. }
         | PreparedMount::Cache { path, read_only, .. }
         | PreparedMount::Secret { path, read_only, .. } => bind(path, *read_only),
-        PreparedMount::Socket { path, .. } => bind(path, false),
+        PreparedMount::Socket { path, .. } => bind(door.unwrap_or(path), false),
         PreparedMount::Resolver => bind(Path::new(RESOLVER), true),
         PreparedMount::Tmpfs { target, size } => {
             let mut options = vec!["nosuid".to_owned(), "nodev".to_owned(), "mode=1777".to_owned()];

@@ -191,13 +191,14 @@ impl Default for Snapshot {
     }
 }
 
-/// What sandboxes may reach, and which ports they offer. Enforced by the node that runs them.
+/// What sandboxes may reach, which the node that runs them enforces.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct NetworkPolicy {
     /// Outgoing connections. Absent: none allowed.
     pub egress: Egress,
-    /// TCP ports the node may forward into the sandbox. Absent: none.
+    /// TCP ports that are meant to be reached, for people to read: none is forwarded, and the build
+    /// says so. Absent: none.
     pub ports: Vec<u16>,
 }
 

@@ -9,11 +9,11 @@ use crate::error::Location;
 use crate::glob::clean;
 use crate::plan::{
     Action, Base, Bootstrap, BuildPlan, Chmod, Copy, CopyFrom, CopySource, ImageConfig,
-    ImageSource, InlineFile, Mount, MountSource, Network, Run, Sharing, Stage, Step,
+    ImageSource, InlineFile, Mount, MountSource, Network, Run, Sharing, Stage, Step, Warning,
 };
 
 use super::read::Places;
-use super::{BakeSpec, BaseSpec, BuildNetwork, Recipe, StepSpec, User, Variant};
+use super::{BakeSpec, BaseSpec, BuildNetwork, Recipe, Snapshot, StepSpec, User, Variant};
 
 const DEBIAN_QUIET: &str = "DEBIAN_FRONTEND=noninteractive";
 
@@ -116,7 +116,29 @@ pub fn lower(
         warnings,
     };
     dockerfile::collect_secrets(&mut plan)?;
+    if let Some(keys) = idle(recipe) {
+        let message = format!("snapshot.enabled is false, so nothing comes of {keys}");
+        plan.warnings.push(Warning { at: Location::line(file, 0), message });
+    }
     Ok((plan, bake))
+}
+
+/// What a recipe says of a snapshot that it does not want.
+fn idle(recipe: &Recipe) -> Option<String> {
+    if recipe.snapshot.enabled {
+        return None;
+    }
+    let plain = Snapshot { enabled: false, ..Snapshot::default() };
+    let keys: Vec<&str> = [
+        ("warmup", !recipe.warmup.steps.is_empty()),
+        ("ready", !recipe.ready.checks.is_empty()),
+        ("moreMachines", !recipe.more_machines.is_empty()),
+        ("the rest of snapshot", recipe.snapshot != plain),
+    ]
+    .into_iter()
+    .filter_map(|(key, said)| said.then_some(key))
+    .collect();
+    (!keys.is_empty()).then(|| keys.join(", "))
 }
 
 fn bake(recipe: &Recipe, options: &LowerOptions, config: &ImageConfig) -> BakeSpec {

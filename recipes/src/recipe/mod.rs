@@ -339,7 +339,8 @@ pub struct Process {
     pub working_dir: Option<String>,
     /// `user[:group]`. Absent: the base's.
     pub user: Option<String>,
-    /// e.g. `SIGTERM`. Absent: the base's.
+    /// e.g. `SIGTERM`. Kept in the template for who reads it; a sandbox ends with its machine, and no
+    /// signal is sent. Absent: the base's.
     pub stop_signal: Option<String>,
 }
 

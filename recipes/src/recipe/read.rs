@@ -7,7 +7,7 @@ use serde_saphyr::Spanned;
 use crate::RecipeError;
 use crate::error::Location;
 
-use super::{Check, MAX_SIZE, Recipe, WarmupStep};
+use super::{BuildNetwork, Check, MAX_SIZE, Recipe, WarmupStep};
 
 /// Lines of the parts of a recipe that become steps; 0 where the part is absent.
 #[derive(Debug, Clone, Default)]
@@ -111,6 +111,12 @@ fn check(file: &str, recipe: &Recipe, places: &Places) -> Result<(), RecipeError
                 "keep one of them",
             ));
         }
+        if spec.content.is_some() && !spec.exclude.is_empty() {
+            return Err(at.error(
+                format!("file {} has content, of which nothing can be excluded", spec.dest),
+                "remove exclude; it is for src",
+            ));
+        }
         if !spec.dest.starts_with('/') {
             return Err(at.error(
                 format!("dest {:?} is not absolute", spec.dest),
@@ -152,6 +158,12 @@ fn check(file: &str, recipe: &Recipe, places: &Places) -> Result<(), RecipeError
                 ));
             }
         }
+        if !recipe.build.steps.iter().any(|step| step.secrets.contains(&secret.id)) {
+            return Err(Location::line(file, 0).error(
+                format!("secret {} is declared in build.secrets, and no step sees it", secret.id),
+                format!("add secrets: [{}] to the step that needs it, or remove it", secret.id),
+            ));
+        }
     }
     for (index, step) in recipe.build.steps.iter().enumerate() {
         let at = line(&places.steps, index);
@@ -162,6 +174,12 @@ fn check(file: &str, recipe: &Recipe, places: &Places) -> Result<(), RecipeError
                     format!("add {{id: {id}}} to build.secrets"),
                 ));
             }
+        }
+        if (recipe.build.network, step.network) == (BuildNetwork::None, Some(BuildNetwork::Full)) {
+            return Err(at.error(
+                "step asks for a network, and build.network is none for all of them",
+                "leave build.network out and write network: none on the steps that need none",
+            ));
         }
         if let Some(path) = step.cache.iter().find(|path| !path.starts_with('/') || *path == "/") {
             return Err(at.error(

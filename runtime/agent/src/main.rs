@@ -35,6 +35,7 @@ fn main() -> ExitCode {
         Some(b"serve") => serve_command(arguments),
         Some(b"check") => return check::run(arguments),
         Some(b"step") => return step::run(),
+        Some(b"step-once") => return step::run_once(),
         Some(b"--version") => {
             println!("parbake-agent {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

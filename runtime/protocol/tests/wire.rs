@@ -175,6 +175,13 @@ fn frame() -> impl Strategy<Value = Frame> {
     let exit = (option::of(any::<i32>()), option::of(any::<i32>()), reason, any::<bool>())
         .prop_map(|(code, signal, reason, truncated)| Exit { code, signal, reason, truncated });
     let end = prop::sample::select(vec![Frame::StdinEnd, Frame::DataEnd]);
+    let event = prop_oneof![
+        any::<u32>().prop_map(|mount| SocketEvent::Opened { mount }),
+        bytes().prop_map(SocketEvent::Data),
+        Just(SocketEvent::End),
+    ];
+    let socket = (any::<u32>(), event)
+        .prop_map(|(connection, event)| Frame::Socket(SocketFrame { connection, event }));
     prop_oneof![
         (any::<u32>(), bytes()).prop_map(|(protocol, token)| Frame::Hello { protocol, token }),
         (any::<u32>(), verdict)
@@ -186,6 +193,7 @@ fn frame() -> impl Strategy<Value = Frame> {
         bytes().prop_map(Frame::Stderr),
         bytes().prop_map(Frame::Data),
         end,
+        socket,
         size().prop_map(Frame::Resize),
         any::<i32>().prop_map(Frame::Signal),
         any::<u32>().prop_map(Frame::Started),

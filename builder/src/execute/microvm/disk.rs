@@ -51,12 +51,17 @@ impl Disks {
         Ok(Self { directory: directory.to_owned(), kept, scratch, disk_bytes })
     }
 
-    /// The disk a step writes to: empty, and as large as the step may write.
+    /// Gone with the build.
+    pub fn scratch(&self) -> &Path {
+        self.scratch.path()
+    }
+
+    /// The disk steps write to: empty, and as large as one may write, with room for what is sent.
     pub fn work(&self) -> Result<PathBuf, ExecuteError> {
         let path = self.scratch.path().join("work.ext4");
         if !path.exists() {
-            let options =
-                ext4::Options { free_bytes: self.disk_bytes, ..ext4::Options::new(uuid(b"work")) };
+            let free_bytes = self.disk_bytes.saturating_add(spare(self.disk_bytes));
+            let options = ext4::Options { free_bytes, ..ext4::Options::new(uuid(b"work")) };
             make(&path, &[], &options)?;
         }
         Ok(path)
@@ -98,6 +103,11 @@ impl Disks {
         }
         Ok(path)
     }
+}
+
+/// Room for what is sent to a machine, besides what a step may write.
+pub(super) fn spare(disk_bytes: u64) -> u64 {
+    disk_bytes / 8
 }
 
 fn uuid(name: &[u8]) -> [u8; 16] {

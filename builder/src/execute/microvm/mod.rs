@@ -1,4 +1,4 @@
-//! The microvm executor: each `RUN` in a machine of its own.
+//! The microvm executor: `RUN` in machines of their own.
 //!
 //! ```text
 //!  this machine                                  the build machine
@@ -11,48 +11,61 @@
 //! network but by policy. What comes back is made anew under bounds ([`tree`]); a step that took its
 //! machine over can say anything it likes about its own result, and nothing about anything else.
 //!
-//! A machine lives for one step. It runs here, or in the lab, where this program starts itself once
-//! more for it ([`run_guest`]); the conversation is the same.
+//! A machine lives for the steps of one stage that follow each other and hold nothing which another
+//! must not see. Each of these can put what it likes into the next one's root, its shell among it, so
+//! a kernel of its own would keep nothing from it; booting is most of what a short step takes. A step
+//! with a secret or an SSH agent gets a machine that ran nothing before and runs nothing after it,
+//! and so does each stage, and a step that may reach something else than the one before:
+//!
+//! ```text
+//!  (none) ──a step──► boot ──► in use ──done──► idle ──next step fits──► in use
+//!                                 │              │
+//!                                 └─failed, ─────┴─does not fit, the stage ends──► (gone)
+//!                                   secret, out of memory
+//! ```
+//! What the stack got since the machine was booted is sent along with a step; when that is much, a new
+//! machine, which finds it on its disks, is sooner there.
+//!
+//! It runs here, or in the lab, where this program starts itself once more for it ([`run_guest`]); the
+//! conversation is the same.
 
 mod disk;
 mod guest;
+mod talk;
 
-use std::fs::{self, File};
+use std::collections::HashMap;
+use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parbake_cache::template::MachineShape;
 use parbake_node::event::Watch;
 use parbake_node::network::Egress;
-use parbake_protocol::agent::tree::{Attributes, Limits, TreeError, pack, unpack};
-use parbake_protocol::agent::{
-    ClientError, ExecEvent, ExecInput, ExecOutput, ExecSession, Frame, FrameError, FrameReader,
-    StepEnd, StepMount, StepRequest, Stream as Channel,
-};
+use parbake_node::sandbox::Sandbox;
+use parbake_protocol::agent::tree::Limits;
+use parbake_protocol::agent::{StepEnd, StepLayer, StepMount, StepRequest};
 
-use super::error::{Doing as _, ExecuteError};
-use super::unpack::Unpack;
-use super::{Ended, Executor, Job, PreparedMount, Stream, layer};
+use super::error::ExecuteError;
+use super::{Ended, Executor, Job, PreparedMount, Stream};
 use disk::Disks;
+use talk::{Conversation, Line, Step};
 
 pub use guest::{Ground, InLab, StepGuest, run_guest, step_request};
-
-/// How often an interruption is looked for.
-const TICK: Duration = Duration::from_millis(100);
-
-/// Frames are sent in portions of about this.
-const PORTION: usize = 256 << 10;
 
 /// Less than this left on a disk means that it is full.
 const FULL: u64 = 64 << 10;
 
-/// How long a machine may take to be gone once its step is done.
-const FAREWELL: Duration = Duration::from_secs(20);
+/// The most that is sent to a machine in place of booting another one, in bytes. Sending this takes
+/// about as long as booting.
+const MOST_SENT: u64 = 32 << 20;
 
-/// The end of what the machine's own programs say that is kept.
-const KEPT: usize = 4 << 10;
+/// The most trees that are sent to a machine; each is a layer of its overlays.
+const MOST_TREES: usize = 32;
+
+/// What an entry of a tree counts besides its content, in bytes.
+const ENTRY: u64 = 1 << 10;
 
 /// What the machines of a build are.
 #[derive(Debug)]
@@ -91,6 +104,22 @@ pub struct Microvm<'a> {
 struct Prepared {
     options: MicrovmOptions,
     disks: Disks,
+    /// Idle, if there is one.
+    machine: Option<Machine>,
+}
+
+/// A machine that runs steps.
+struct Machine {
+    // Dropped in this order: who is told, then the machine.
+    line: Box<dyn Conversation>,
+    /// Of one that runs here.
+    here: Option<(Sandbox, Watch)>,
+    network: bool,
+    /// Where the trees lie that it has.
+    known: HashMap<PathBuf, StepLayer>,
+    /// How many of them were sent, and what they came to.
+    sent: usize,
+    sent_bytes: u64,
 }
 
 impl<'a> Microvm<'a> {
@@ -104,7 +133,7 @@ impl<'a> Microvm<'a> {
         if let Some(preparation) = self.preparation.take() {
             let options = preparation()?;
             let disks = Disks::new(&options.directory, options.disk_bytes)?;
-            self.prepared = Some(Prepared { options, disks });
+            self.prepared = Some(Prepared { options, disks, machine: None });
         }
         self.prepared.as_mut().ok_or_else(|| ExecuteError::Host {
             what: "there is no build machine for this step".to_owned(),
@@ -127,16 +156,70 @@ impl Executor for Microvm<'_> {
         job: &Job<'_>,
         output: &mut dyn FnMut(Stream, &[u8]),
     ) -> Result<Ended, ExecuteError> {
-        for mount in job.mounts {
-            if let PreparedMount::Socket { .. } = mount {
-                return Err(ExecuteError::Host {
-                    what: "an SSH agent's socket cannot be taken into a build machine".to_owned(),
-                    hint: "build with --builder sandbox, or mount a deploy key as a secret"
-                        .to_owned(),
-                });
+        let Prepared { options, disks, machine } = self.prepared()?;
+        let mut tell = |lines: &str| {
+            if !lines.is_empty() {
+                output(Stream::Stderr, format!("{lines}\n").as_bytes());
             }
+        };
+        let most = MOST_SENT.min(disk::spare(options.disk_bytes));
+        let mut current = match machine.take() {
+            Some(idle) if idle.takes(job, most) => idle,
+            idle => {
+                // There may be room for one only.
+                tell(&idle.map(Machine::end).unwrap_or_default());
+                Machine::boot(options, disks, job)?
+            }
+        };
+        let (mounts, agents): (Vec<StepMount>, Vec<Option<PathBuf>>) =
+            job.mounts.iter().filter_map(|mount| step_mount(mount, job.network)).unzip();
+        let new = current.extend(job.lower);
+        let request = StepRequest {
+            argv: job.args.iter().map(|word| word.clone().into_bytes()).collect(),
+            env: job.env.iter().map(|entry| entry.clone().into_bytes()).collect(),
+            cwd: job.working_dir.as_bytes().to_vec(),
+            uid: job.identity.uid,
+            gid: job.identity.gid,
+            groups: job.identity.groups.clone(),
+            sent: new.iter().filter_map(|(layer, _)| layer.directory).collect(),
+            layers: job.lower.iter().filter_map(|tree| current.known.get(tree)).copied().collect(),
+            mounts,
+        };
+        let step = Step {
+            job,
+            request: &request,
+            trees: new.iter().map(|(_, tree)| tree.as_path()).collect(),
+            agents: (0u32..).zip(agents).filter_map(|(n, agent)| Some((n, agent?))).collect(),
+            limits: Limits { bytes: options.disk_bytes, ..Limits::default() },
+            last: job.private,
+        };
+        let end = current.line.step(&step, output);
+        let end = end.map_err(|failed| failed.explain(|| current.ended_by_itself()))?;
+        let good = end.exit.code == Some(0);
+        let said = if good && !job.private && end.out_of_memory == 0 {
+            let said = current.said();
+            *machine = Some(current);
+            said
+        } else {
+            current.end()
+        };
+        if !said.is_empty() {
+            output(Stream::Stderr, format!("{said}\n").as_bytes());
         }
-        let Prepared { options, disks } = self.prepared()?;
+        let shortage = (!good).then(|| shortage(&end, options)).flatten();
+        Ok(Ended { code: end.exit.shell_code(), shortage })
+    }
+
+    fn leave_stage(&mut self) -> Vec<String> {
+        let machine = self.prepared.as_mut().and_then(|prepared| prepared.machine.take());
+        let said = machine.map(Machine::end).unwrap_or_default();
+        said.lines().map(str::to_owned).collect()
+    }
+}
+
+impl Machine {
+    /// Boots a machine whose disks hold the job's stack.
+    fn boot(options: &MicrovmOptions, disks: &Disks, job: &Job<'_>) -> Result<Self, ExecuteError> {
         let (layers, mut images) = disks.of(job.lower)?;
         images.insert(0, disks.work()?);
         let guest = StepGuest {
@@ -146,45 +229,92 @@ impl Executor for Microvm<'_> {
             disks: images,
             machine: options.machine,
             egress: if job.network { options.egress.clone() } else { Egress::default() },
-            scratch: options.ground.is_here().then(|| job.scratch.to_owned()),
+            // It outlives the step's own directory.
+            scratch: options.ground.is_here().then(|| disks.scratch().to_owned()),
             ready_timeout_ms: u64::try_from(options.ready_timeout.as_millis()).unwrap_or(u64::MAX),
         };
-        let request = StepRequest {
-            argv: job.args.iter().map(|word| word.clone().into_bytes()).collect(),
-            env: job.env.iter().map(|entry| entry.clone().into_bytes()).collect(),
-            cwd: job.working_dir.as_bytes().to_vec(),
-            uid: job.identity.uid,
-            gid: job.identity.gid,
-            groups: job.identity.groups.clone(),
-            layers,
-            mounts: job.mounts.iter().filter_map(|mount| step_mount(mount, job.network)).collect(),
-        };
-        let limits = Limits { bytes: options.disk_bytes, ..Limits::default() };
-        let mut talk = Talk { job, request: &request, limits, output };
-        let (end, denied) = match &options.ground {
+        let (line, here): (Box<dyn Conversation>, _) = match &options.ground {
             Ground::Here => {
                 let (events, watch) = Watch::new();
                 let mut sandbox = run_guest(&guest, options.cancelled, events)
                     .map_err(|error| guest::boot_failed(&error))?;
                 let session = guest::step_session(&mut sandbox)
                     .map_err(|error| guest::boot_failed(&error))?;
-                let (end, _) = talk
-                    .run(session)
-                    .map_err(|failed| failed.explain(|| sandbox.ended_by_itself()))?;
-                drop(sandbox);
-                (end, watch.lines().join("\n"))
+                (Box::new(Line::new(session)?), Some((sandbox, watch)))
             }
-            Ground::Lab(lab) => {
-                let session = lab.session(&guest)?;
-                talk.run(session).map_err(|failed| failed.explain(|| None))?
-            }
+            Ground::Lab(lab) => (Box::new(Line::new(lab.session(&guest)?)?), None),
         };
-        if !denied.is_empty() {
-            output(Stream::Stderr, format!("{denied}\n").as_bytes());
-        }
-        let shortage = (end.exit.code != Some(0)).then(|| shortage(&end, options)).flatten();
-        Ok(Ended { code: end.exit.shell_code(), shortage })
+        let known = job.lower.iter().cloned().zip(layers).collect();
+        Ok(Self { line, here, network: job.network, known, sent: 0, sent_bytes: 0 })
     }
+
+    /// What of a stack it does not have.
+    fn lacks<'j>(&self, lower: &'j [PathBuf]) -> impl Iterator<Item = &'j PathBuf> {
+        lower.iter().filter(|tree| !self.known.contains_key(*tree))
+    }
+
+    /// Whether a step can be run here after those that were; at most `most` bytes are sent.
+    fn takes(&self, job: &Job<'_>, most: u64) -> bool {
+        let mut left = most.saturating_sub(self.sent_bytes);
+        !job.private
+            && self.network == job.network
+            && self.sent + self.lacks(job.lower).count() <= MOST_TREES
+            && self.lacks(job.lower).all(|tree| weigh(tree, &mut left).is_ok())
+    }
+
+    /// Notes that it is about to get what of a stack it does not have; which, and where it will lie.
+    fn extend(&mut self, lower: &[PathBuf]) -> Vec<(StepLayer, PathBuf)> {
+        let mut new = Vec::new();
+        for tree in self.lacks(lower).collect::<Vec<_>>() {
+            let mut left = u64::MAX;
+            let _ = weigh(tree, &mut left);
+            self.sent_bytes = self.sent_bytes.saturating_add(u64::MAX - left);
+            let directory = Some(u32::try_from(self.sent).unwrap_or(u32::MAX));
+            self.sent += 1;
+            new.push((StepLayer { disk: 0, directory }, tree.clone()));
+        }
+        self.known.extend(new.iter().map(|(layer, tree)| (tree.clone(), *layer)));
+        new
+    }
+
+    fn ended_by_itself(&mut self) -> Option<parbake_node::sandbox::SandboxError> {
+        self.here.as_mut().and_then(|(sandbox, _)| sandbox.ended_by_itself())
+    }
+
+    /// What it was denied since this was asked last.
+    fn said(&mut self) -> String {
+        match &self.here {
+            Some((_, watch)) => watch.lines().join("\n"),
+            None => self.line.said(),
+        }
+    }
+
+    /// Ends it; what it was denied.
+    fn end(mut self) -> String {
+        let said = self.line.end();
+        match self.here.take() {
+            Some((sandbox, watch)) => {
+                drop(sandbox);
+                watch.lines().join("\n")
+            }
+            None => said,
+        }
+    }
+}
+
+/// Takes what a tree comes to from `left`.
+fn weigh(tree: &Path, left: &mut u64) -> io::Result<()> {
+    for entry in fs::read_dir(tree)? {
+        let entry = entry?;
+        let meta = entry.metadata()?;
+        // Holes are not sent.
+        let weight = ENTRY + if meta.is_file() { meta.len().min(meta.blocks() << 9) } else { 0 };
+        *left = left.checked_sub(weight).ok_or(io::ErrorKind::FileTooLarge)?;
+        if meta.is_dir() {
+            weigh(&entry.path(), left)?;
+        }
+    }
+    Ok(())
 }
 
 /// What the machine did not have enough of.
@@ -204,15 +334,17 @@ fn shortage(end: &StepEnd, options: &MicrovmOptions) -> Option<String> {
     })
 }
 
-/// A mount as the agent is told it; a step without a network has no name servers.
-fn step_mount(mount: &PreparedMount, network: bool) -> Option<StepMount> {
+/// A mount as the agent is told it, and the SSH agent it leads to; a step without a network has no
+/// name servers.
+fn step_mount(mount: &PreparedMount, network: bool) -> Option<(StepMount, Option<PathBuf>)> {
     let tree = |read_only: bool, kept: bool, secret: bool| StepMount::Tree {
         target: mount.target().as_bytes().to_vec(),
         read_only,
         kept,
         secret,
     };
-    Some(match mount {
+    let mut agent = None;
+    let mount = match mount {
         PreparedMount::Bind { read_only, .. } => tree(*read_only, false, false),
         PreparedMount::Cache { read_only, .. } => tree(*read_only, !read_only, false),
         PreparedMount::Secret { read_only, .. } => tree(*read_only, false, true),
@@ -220,289 +352,12 @@ fn step_mount(mount: &PreparedMount, network: bool) -> Option<StepMount> {
             StepMount::Memory { target: target.clone().into_bytes(), size: *size }
         }
         PreparedMount::Resolver if network => StepMount::Resolver,
-        PreparedMount::Resolver | PreparedMount::Socket { .. } => return None,
-    })
-}
-
-/// One step's conversation with its machine.
-struct Talk<'a, 'o> {
-    job: &'a Job<'a>,
-    request: &'a StepRequest,
-    limits: Limits,
-    output: &'o mut dyn FnMut(Stream, &[u8]),
-}
-
-/// Why a conversation broke off.
-struct Failed {
-    error: Box<ExecuteError>,
-    /// The end of the machine may say more.
-    broken: bool,
-}
-
-impl Failed {
-    fn explain(
-        self,
-        ended: impl FnOnce() -> Option<parbake_node::sandbox::SandboxError>,
-    ) -> ExecuteError {
-        match (self.broken, self.broken.then(ended).flatten()) {
-            (true, Some(ended)) => guest::boot_failed(&ended),
-            _ => *self.error,
-        }
-    }
-}
-
-impl From<ExecuteError> for Failed {
-    fn from(error: ExecuteError) -> Self {
-        Self { error: Box::new(error), broken: false }
-    }
-}
-
-impl Talk<'_, '_> {
-    /// How the step ended, and what the programs between here and there said.
-    fn run<S: Channel>(&mut self, session: ExecSession<S>) -> Result<(StepEnd, String), Failed> {
-        let (input, output) = session.split();
-        let (job, request) = (self.job, self.request);
-        let mut incoming =
-            Incoming::new(output, job.interrupt, &mut *self.output).map_err(Failed::from)?;
-        let limits = self.limits;
-        std::thread::scope(|scope| {
-            let sender = scope.spawn(|| send(&input, request, job));
-            let result = receive(&mut incoming, request, job, limits);
-            let result = result.map(|end| (end, incoming.finish()));
-            // Whatever the result: nothing more is sent, and a sender that waits is let go.
-            incoming.hang_up();
-            let sent = sender.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
-            match (result, sent) {
-                // A file of ours that could not be read is the reason for all that follows.
-                (Err(_), Err(error)) if error.kind() != io::ErrorKind::BrokenPipe => {
-                    let what = "handing a step its mounts".to_owned();
-                    Err(ExecuteError::Io { what, source: error }.into())
-                }
-                (result, _) => result,
-            }
-        })
-    }
-}
-
-/// Sends the step, then the trees it is given.
-fn send<S: Channel>(input: &ExecInput<S>, request: &StepRequest, job: &Job<'_>) -> io::Result<()> {
-    let mut portion = Vec::with_capacity(2 * PORTION);
-    let mut put = |frame: Frame| -> io::Result<()> {
-        frame.encode(&mut portion).map_err(io::Error::other)?;
-        if portion.len() >= PORTION || matches!(frame, Frame::DataEnd) {
-            input.write_stdin(&portion)?;
-            portion.clear();
-        }
-        Ok(())
-    };
-    put(Frame::Step(Box::new(request.clone())))?;
-    pack(job.upper, Attributes::Overlay, &mut put)?;
-    for mount in job.mounts {
-        match mount {
-            PreparedMount::Bind { path, .. }
-            | PreparedMount::Cache { path, .. }
-            | PreparedMount::Secret { path, .. } => {
-                pack(path, Attributes::Portable, &mut put)?;
-            }
-            _ => {}
-        }
-    }
-    // The agent reads no further; it is what flushes.
-    put(Frame::DataEnd)
-}
-
-fn receive<S: Channel>(
-    incoming: &mut Incoming<'_, S>,
-    request: &StepRequest,
-    job: &Job<'_>,
-    limits: Limits,
-) -> Result<StepEnd, Failed> {
-    let end = loop {
-        match incoming.expect()? {
-            Frame::Stdout(bytes) => (incoming.show)(Stream::Stdout, &bytes),
-            Frame::Stderr(bytes) => (incoming.show)(Stream::Stderr, &bytes),
-            Frame::StepEnd(end) => break end,
-            Frame::Failed(failure) => {
-                return Err(ExecuteError::Host {
-                    what: format!("the build machine could not start the step: {failure}"),
-                    hint: "look at the step's mounts and working directory".to_owned(),
-                }
-                .into());
-            }
-            _ => return Err(senseless("something else than a step's output").into()),
+        PreparedMount::Resolver => return None,
+        PreparedMount::Socket { target, path, mode, owner } => {
+            agent = Some(path.clone());
+            let (uid, gid) = *owner;
+            StepMount::Socket { target: target.clone().into_bytes(), mode: *mode, uid, gid }
         }
     };
-    if end.exit.code == Some(0) {
-        // Prepared as the stack's root is, which is what the machine was told, too.
-        fs::remove_dir(job.upper).doing(|| "making room for a step's result".to_owned())?;
-        incoming.tree(job.upper, limits)?;
-    }
-    let kept = |mount: &&StepMount| matches!(mount, StepMount::Tree { kept: true, .. });
-    let caches = job.mounts.iter().filter_map(|mount| match mount {
-        PreparedMount::Cache { path, read_only: false, .. } => Some(path),
-        _ => None,
-    });
-    for (number, (_, path)) in request.mounts.iter().filter(kept).zip(caches).enumerate() {
-        let changes = job.scratch.join(format!("changes{number}"));
-        incoming.tree(&changes, limits)?;
-        merge(&changes, path, job.scratch)
-            .doing(|| format!("keeping what a step wrote to {}", path.display()))?;
-    }
-    match incoming.expect()? {
-        Frame::DataEnd => Ok(end),
-        _ => Err(senseless("more than a step's result").into()),
-    }
-}
-
-/// Lays what changed in a directory over it; both are this machine's by now.
-fn merge(changes: &Path, directory: &Path, scratch: &Path) -> io::Result<()> {
-    let tar = scratch.join("changes.tar");
-    layer::write(changes, io::BufWriter::new(File::create(&tar)?), None, false)?;
-    let how = Unpack { layer: true, whiteouts: true, owner: None };
-    super::unpack::unpack(io::BufReader::new(File::open(&tar)?), directory, how)?;
-    fs::remove_file(&tar)
-}
-
-fn senseless(what: &str) -> ExecuteError {
-    ExecuteError::Host {
-        what: format!("the build machine sent {what}"),
-        hint: "nothing of the step is kept; look at what the step runs, which can take its own \
-               machine over"
-            .to_owned(),
-    }
-}
-
-/// What comes from the machine, as frames.
-struct Incoming<'o, S: Channel> {
-    output: Option<ExecOutput<S>>,
-    frames: FrameReader,
-    interrupt: Option<&'o AtomicBool>,
-    show: &'o mut dyn FnMut(Stream, &[u8]),
-    /// The end of what the programs between here and there said.
-    said: Vec<u8>,
-    /// Why no more frames come.
-    ended: Option<ExecuteError>,
-}
-
-impl<'o, S: Channel> Incoming<'o, S> {
-    fn new(
-        mut output: ExecOutput<S>,
-        interrupt: Option<&'o AtomicBool>,
-        show: &'o mut dyn FnMut(Stream, &[u8]),
-    ) -> Result<Self, ExecuteError> {
-        output.set_timeout(Some(TICK)).doing(|| "talking to a build machine".to_owned())?;
-        Ok(Self {
-            output: Some(output),
-            frames: FrameReader::new(),
-            interrupt,
-            show,
-            said: Vec::new(),
-            ended: None,
-        })
-    }
-
-    /// Ends the machine's program and with it the machine.
-    fn hang_up(&mut self) {
-        self.output = None;
-    }
-
-    /// The next frame; without one, why there is none is in `ended`.
-    fn next(&mut self) -> Result<Option<Frame>, FrameError> {
-        loop {
-            if let Some(frame) = self.frames.next_buffered()? {
-                return Ok(Some(frame));
-            }
-            if self.interrupt.is_some_and(|flag| flag.load(Ordering::Relaxed)) {
-                self.ended = Some(ExecuteError::Interrupted);
-                return Ok(None);
-            }
-            let Some(output) = &mut self.output else { return Ok(None) };
-            match output.next_event() {
-                Ok(ExecEvent::Started { .. }) | Err(ClientError::TimedOut) => {}
-                Ok(ExecEvent::Stdout(bytes)) => self.frames.push(&bytes),
-                Ok(ExecEvent::Stderr(bytes)) => self.keep(&bytes),
-                Ok(ExecEvent::Exited(exit)) => {
-                    return Ok(self.over(&format!("ended with {}", exit.shell_code())));
-                }
-                Ok(ExecEvent::Failed(failure)) => {
-                    return Ok(self.over(&format!("could not be started: {failure}")));
-                }
-                Err(error) => return Ok(self.over(&error.to_string())),
-            }
-        }
-    }
-
-    /// Waits a moment for an orderly end, so that the next machine does not meet this one; what the
-    /// programs between here and there have said.
-    fn finish(&mut self) -> String {
-        let limit = Instant::now() + FAREWELL;
-        while let Some(output) = &mut self.output {
-            match output.next_event() {
-                Ok(ExecEvent::Stderr(bytes)) => self.keep(&bytes),
-                Err(ClientError::TimedOut) | Ok(ExecEvent::Stdout(_)) if Instant::now() < limit => {
-                }
-                _ => self.output = None,
-            }
-        }
-        self.said()
-    }
-
-    fn keep(&mut self, bytes: &[u8]) {
-        self.said.extend_from_slice(bytes);
-        let surplus = self.said.len().saturating_sub(KEPT);
-        self.said.drain(..surplus);
-    }
-
-    fn said(&self) -> String {
-        let said = String::from_utf8_lossy(&self.said);
-        let said: String =
-            said.chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect();
-        said.trim().to_owned()
-    }
-
-    fn over(&mut self, how: &str) -> Option<Frame> {
-        self.output = None;
-        let said = self.said();
-        let tail = if said.is_empty() { String::new() } else { format!("; it said:\n{said}") };
-        self.ended = Some(ExecuteError::Host {
-            what: format!("the build machine broke off before the step was done: {how}{tail}"),
-            hint: "`parbake doctor` shows what this host can do".to_owned(),
-        });
-        None
-    }
-
-    /// The next frame, or why there is none.
-    fn expect(&mut self) -> Result<Frame, Failed> {
-        match self.next() {
-            Ok(Some(frame)) => Ok(frame),
-            Ok(None) => Err(self.broken()),
-            Err(error) => Err(senseless(&format!("what is no message ({error})")).into()),
-        }
-    }
-
-    fn broken(&mut self) -> Failed {
-        let error = self.ended.take().unwrap_or_else(|| senseless("less than a step's result"));
-        let broken = !matches!(error, ExecuteError::Interrupted);
-        Failed { error: Box::new(error), broken }
-    }
-
-    /// Receives a tree.
-    fn tree(&mut self, dest: &Path, limits: Limits) -> Result<(), Failed> {
-        match unpack(&mut || self.next(), dest, limits) {
-            Ok(_) => Ok(()),
-            Err(TreeError::Ended) => Err(self.broken()),
-            Err(TreeError::Io { path, source }) => {
-                let what = format!("keeping /{} of a step's result", path.display());
-                Err(ExecuteError::Io { what, source }.into())
-            }
-            Err(error @ TreeError::TooMuch { what: "bytes of content", .. }) => {
-                Err(ExecuteError::Host {
-                    what: format!("the step's result is refused: {error}"),
-                    hint: "allow more with --build-disk".to_owned(),
-                }
-                .into())
-            }
-            Err(error) => Err(senseless(&format!("a result that is refused ({error})")).into()),
-        }
-    }
+    Some((mount, agent))
 }

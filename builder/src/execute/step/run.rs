@@ -15,7 +15,7 @@ use crate::execute::error::ExecuteError;
 use crate::execute::mounts::{Stubs, secret_file};
 use crate::execute::overlay::{self, Mounted, Writable, copy_directory_metadata};
 use crate::execute::rootpath::{self, identity, resolve};
-use crate::execute::{Ended, Event, Job, NetworkAccess, PreparedMount, RESOLVER, Stream};
+use crate::execute::{Ended, Event, Job, NetworkAccess, PreparedMount, RESOLVER, Stream, ssh};
 
 /// How much of a failing program's output is kept for the error.
 const LAST_OUTPUT: usize = 4 << 10;
@@ -72,6 +72,11 @@ impl StepContext<'_> {
         // Not /proc, /dev and /sys: they stay where they were missing, as with BuildKit.
         let stubs = Stubs::note(root, targets)
             .map_err(|error| self.failed(|| "looking at mount points".to_owned(), error))?;
+        let private = run.mounts.iter().any(|mount| match &mount.source {
+            MountSource::Secret { id, .. } => self.options.secrets.contains_key(id),
+            MountSource::Ssh { id, .. } => self.options.ssh.contains_key(id),
+            _ => false,
+        });
         let job = Job {
             args: &run.args,
             env: &env,
@@ -82,6 +87,7 @@ impl StepContext<'_> {
             upper,
             mounts: &mounts,
             network,
+            private,
             scratch,
             interrupt: self.options.interrupt.as_deref(),
         };
@@ -247,7 +253,7 @@ impl StepContext<'_> {
                 held.mounts.push(memory);
                 Ok(Some(PreparedMount::Secret { target: target.clone(), path, read_only }))
             }
-            MountSource::Ssh { id, required, .. } => {
+            MountSource::Ssh { id, required, mode, uid, gid } => {
                 let Some(socket) = self.options.ssh.get(id) else {
                     if *required {
                         return Err(self.wrong(
@@ -257,9 +263,20 @@ impl StepContext<'_> {
                     }
                     return Ok(None);
                 };
+                // Said now: a program in the step would only see its connection end.
+                ssh::connect_agent(socket).map_err(|error| {
+                    self.wrong(
+                        format!(
+                            "the SSH agent {id} at {} does not answer: {error}",
+                            socket.display()
+                        ),
+                        format!("start one and pass --ssh {id}, or --ssh {id}=SOCKET"),
+                    )
+                })?;
                 env.push(format!("SSH_AUTH_SOCK={target}"));
                 let path = socket.clone();
-                Ok(Some(PreparedMount::Socket { target: target.clone(), path }))
+                let (mode, owner) = (*mode, (*uid, *gid));
+                Ok(Some(PreparedMount::Socket { target: target.clone(), path, mode, owner }))
             }
         }
     }

@@ -9,31 +9,32 @@
 //!
 //! ```text
 //!  layers/N   read-only disks           upper, work, root   the overlay
-//!  inputs/N   trees that came along     memory/N            those that must never be on a disk
+//!  trees/N    layers that were sent     inputs/N            trees that came along, sockets
+//!  memory/N   trees that must never be on a disk
 //! ```
 //! The program gets what a container runtime gives it: a root that it cannot leave, process ids,
 //! names and System V objects of its own, Docker's capabilities, `/proc` with the usual parts hidden.
 //! What protects the host is not that but the machine around it.
 
 mod enter;
+mod relay;
 mod root;
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use parbake_protocol::agent::tree::{Attributes, Limits, pack, unpack};
 use parbake_protocol::agent::{
-    DATA_CHUNK, Exit, ExitReason, FailureKind, Frame, FrameReader, StepEnd, StepLayer, StepMount,
-    StepRequest, write_frame,
+    Exit, ExitReason, FailureKind, Frame, FrameReader, StepEnd, StepLayer, StepMount, StepRequest,
+    write_frame,
 };
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::connection::failure;
@@ -47,23 +48,45 @@ const PLACE: &str = "/step";
 /// Where the second program says why it could not start the step's.
 const TROUBLE: &str = "/step/trouble";
 
+/// Where layers lie that were sent, by number.
+const TREES: &str = "trees";
+
 /// How long a disk may take to appear.
 const DISK_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How a process says that there was no step for it.
+const NO_MORE: i32 = 3;
 
 /// How every overlay is mounted: as the host does, so that both leave the same.
 const OVERLAY: &str = "index=off,redirect_dir=off,metacopy=off";
 
-/// Runs the step that standard input describes.
+/// Runs the steps that standard input describes, one after the other, each by a process of its own:
+/// one can enter a new process-id namespace only once.
 pub fn run() -> ExitCode {
-    let mut step = Step { input: FrameReader::new(), before: out_of_memory() };
-    let result = step.run();
-    if let Err(error) = result {
-        let failed = Frame::Failed(failure(FailureKind::System, error.to_string()));
-        if write_frame(&mut io::stdout(), &failed).is_err() {
+    loop {
+        let Ok(status) = Command::new("/proc/self/exe").arg("step-once").status() else {
             return ExitCode::FAILURE;
+        };
+        match status.code() {
+            Some(0) => {}
+            Some(NO_MORE) => return ExitCode::SUCCESS,
+            _ => return ExitCode::FAILURE,
         }
     }
-    ExitCode::SUCCESS
+}
+
+/// Runs one step.
+pub fn run_once() -> ExitCode {
+    let mut step = Step { input: FrameReader::new(), before: out_of_memory() };
+    match step.run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(NO_MORE as u8),
+        Err(error) => {
+            let failed = Frame::Failed(failure(FailureKind::System, error.to_string()));
+            let _ = write_frame(&mut io::stdout(), &failed);
+            ExitCode::FAILURE
+        }
+    }
 }
 
 struct Step {
@@ -73,20 +96,34 @@ struct Step {
 }
 
 impl Step {
-    fn run(&mut self) -> io::Result<()> {
+    /// Whether there was one.
+    fn run(&mut self) -> io::Result<bool> {
         let request = match self.next()? {
             Some(Frame::Step(request)) => *request,
+            None => return Ok(false),
             _ => return Err(io::Error::other("no step came")),
         };
         let place = Path::new(PLACE);
-        for name in ["layers", "inputs", "memory", "work", "root"] {
+        // What is mounted for a step is gone with this process, and what the one before left behind
+        // is none of this one's.
+        kernel::unshare(libc::CLONE_NEWNS)?;
+        root::stay_private()?;
+        for name in ["inputs", "memory", "upper", "work", "root"] {
+            clear(&place.join(name))?;
+        }
+        let _ = fs::remove_file(TROUBLE);
+        for name in ["layers", TREES, "inputs", "memory", "work", "root"] {
             make(&place.join(name))?;
         }
         mounts::mount("step", &place.join("memory"), "tmpfs", MountFlags::NOSUID, "mode=0700")?;
+        for number in &request.sent {
+            self.receive(&place.join(TREES).join(number.to_string()))?;
+        }
+        let mut mounted = BTreeSet::new();
         let layers = request
             .layers
             .iter()
-            .map(|layer| mount_layer(*layer))
+            .map(|layer| find_layer(*layer, &mut mounted))
             .collect::<io::Result<Vec<_>>>()?;
         self.receive(&place.join("upper"))?;
         for (number, mount) in request.mounts.iter().enumerate() {
@@ -99,9 +136,16 @@ impl Step {
                 }
             }
         }
+        if self.next()? != Some(Frame::DataEnd) {
+            return Err(io::Error::other("more came than the step has"));
+        }
         overlay(&layers, &place.join("upper"), &place.join("work"), &place.join("root"))?;
 
-        let (exit, trouble) = execute(&request)?;
+        let mut sockets = relay::Sockets::default();
+        for (number, mount) in request.mounts.iter().enumerate() {
+            sockets.listen(number, mount, &source(number, mount))?;
+        }
+        let (exit, trouble) = execute(&request, &mut sockets, &mut self.input)?;
         if !trouble.is_empty() {
             return Err(io::Error::other(trouble));
         }
@@ -122,7 +166,8 @@ impl Step {
                 pack(&kept(number).join("upper"), Attributes::Overlay, &mut send)?;
             }
         }
-        send(Frame::DataEnd)
+        send(Frame::DataEnd)?;
+        Ok(true)
     }
 
     fn next(&mut self) -> io::Result<Option<Frame>> {
@@ -153,7 +198,7 @@ impl Step {
     }
 }
 
-/// Where a mount's tree is seen by the program.
+/// Where a mount's tree or socket is seen by the program.
 fn source(number: usize, mount: &StepMount) -> PathBuf {
     match mount {
         StepMount::Resolver => PathBuf::from("/etc/resolv.conf"),
@@ -174,8 +219,23 @@ fn make(path: &Path) -> io::Result<()> {
         .map_err(|e| io::Error::new(e.kind(), format!("cannot make {}: {e}", path.display())))
 }
 
-/// Mounts a layer's disk, unless it is, and says where the layer is.
-fn mount_layer(layer: StepLayer) -> io::Result<PathBuf> {
+/// Removes a directory of the step before.
+fn clear(path: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            let text = format!("cannot clear {}: {error}", path.display());
+            Err(io::Error::new(error.kind(), text))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Says where a layer is, and mounts its disk unless it is `mounted`.
+fn find_layer(layer: StepLayer, mounted: &mut BTreeSet<u8>) -> io::Result<PathBuf> {
+    if layer.disk == 0 {
+        let number = layer.directory.unwrap_or_default();
+        return Ok(Path::new(PLACE).join(TREES).join(number.to_string()));
+    }
     let letter = char::from(b'a'.saturating_add(layer.disk));
     let device = PathBuf::from(format!("/dev/vd{letter}"));
     let deadline = Instant::now() + DISK_TIMEOUT;
@@ -187,7 +247,7 @@ fn mount_layer(layer: StepLayer) -> io::Result<PathBuf> {
         std::thread::sleep(Duration::from_millis(5));
     }
     let place = Path::new(PLACE).join("layers").join(layer.disk.to_string());
-    if !place.is_dir() {
+    if mounted.insert(layer.disk) {
         let flags = MountFlags::RDONLY | MountFlags::NOATIME;
         mounts::mount(&device.to_string_lossy(), &place, "ext4", flags, "")?;
     }
@@ -207,7 +267,11 @@ fn overlay(layers: &[PathBuf], upper: &Path, work: &Path, at: &Path) -> io::Resu
 }
 
 /// Runs the program to its end; with it, why it was not even started, if so.
-fn execute(request: &StepRequest) -> io::Result<(Exit, String)> {
+fn execute(
+    request: &StepRequest,
+    sockets: &mut relay::Sockets,
+    input: &mut FrameReader,
+) -> io::Result<(Exit, String)> {
     // From here on this process can make one child and no threads.
     kernel::unshare(libc::CLONE_NEWPID | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC)?;
     let mut child = Command::new("/proc/self/exe")
@@ -221,7 +285,7 @@ fn execute(request: &StepRequest) -> io::Result<(Exit, String)> {
         // What it does not read it will say.
         let _ = write_frame(&mut stdin, &Frame::Step(Box::new(request.clone())));
     }
-    let relayed = relay(&mut child);
+    let relayed = relay::relay(&mut child, sockets, input);
     if relayed.is_err() {
         // Nobody listens any more.
         let _ = child.kill();
@@ -235,41 +299,6 @@ fn execute(request: &StepRequest) -> io::Result<(Exit, String)> {
         truncated: false,
     };
     Ok((exit, fs::read_to_string(TROUBLE).unwrap_or_default()))
-}
-
-/// Passes both outputs on until they end. That is when the program ends: its namespace goes with it.
-fn relay(child: &mut Child) -> io::Result<()> {
-    let mut pipes: [Option<OwnedFd>; 2] =
-        [child.stdout.take().map(Into::into), child.stderr.take().map(Into::into)];
-    let mut buffer = vec![0; DATA_CHUNK];
-    while pipes.iter().any(Option::is_some) {
-        let open: Vec<usize> = (0..2).filter(|index| pipes[*index].is_some()).collect();
-        let mut wanted: Vec<PollFd<'_>> = open
-            .iter()
-            .filter_map(|index| pipes[*index].as_ref())
-            .map(|pipe| PollFd::from_borrowed_fd(pipe.as_fd(), PollFlags::IN))
-            .collect();
-        match poll(&mut wanted, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let ready: Vec<bool> = wanted.iter().map(|wanted| !wanted.revents().is_empty()).collect();
-        for (index, ready) in open.into_iter().zip(ready) {
-            let Some(pipe) = pipes[index].as_ref().filter(|_| ready) else { continue };
-            match rustix::io::read(pipe, &mut buffer[..]) {
-                Ok(0) => pipes[index] = None,
-                Ok(length) => {
-                    let bytes = buffer[..length].to_vec();
-                    let frame =
-                        if index == 0 { Frame::Stdout(bytes) } else { Frame::Stderr(bytes) };
-                    send(frame)?;
-                }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-    }
-    Ok(())
 }
 
 #[allow(clippy::needless_pass_by_value, reason = "as `pack` sends")]

@@ -147,6 +147,7 @@ pub fn attach(mount: &StepMount, tree: Option<&OwnedFd>) -> io::Result<()> {
         .map_err(|e| named("mount", &target, e))?;
     let read_only = match mount {
         StepMount::Tree { read_only, .. } => *read_only,
+        StepMount::Socket { .. } => false,
         _ => true,
     };
     if read_only { protect(&target) } else { Ok(()) }

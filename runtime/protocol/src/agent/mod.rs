@@ -38,7 +38,9 @@ mod wire;
 pub use client::{Client, ClientError};
 pub use message::*;
 pub use session::{ExecInput, ExecOutput, ExecSession, Output};
-pub use step::{StepEnd, StepLayer, StepMount, StepRequest};
+pub use step::{
+    MOST_CONNECTIONS, SocketEvent, SocketFrame, StepEnd, StepLayer, StepMount, StepRequest,
+};
 pub use stream::{Stream, connect_vsock_uds};
 pub use wire::{Frame, FrameError, FrameReader, HelloVerdict, write_frame};
 

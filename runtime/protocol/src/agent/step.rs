@@ -2,12 +2,19 @@
 //! answers over its standard output. Both are frames.
 //!
 //! ```text
-//!  STEP(...) tree* (one for each mount that has one) ────────►
-//!                              ◄──── (STDOUT | STDERR)* STEP_END(...)
+//!  STEP(...) tree* (one for each layer that is sent, one that the
+//!      changes go to, one for each mount that has one) DATA_END ──►
+//!                              ◄──── (STDOUT | STDERR | SOCKET)* STEP_END(...)
+//!  SOCKET* ──────────────────────────────────────────────────►    (while it runs)
 //!                              ◄──── tree of what changed, if it exited with 0
 //!                              ◄──── tree of what changed, for each mount that is kept
 //!                              ◄──── DATA_END
+//!  STEP(...) … or the end of the input
 //! ```
+//! A socket that is mounted listens in the guest; who connects to it is, over SOCKET frames, connected
+//! to what listens on the host. The guest numbers the connections and opens them; either side ends them,
+//! and the guest says END for each once. Both pass over what comes for a connection that has ended.
+//!
 //! Whatever goes wrong before the program has run is FAILED instead of STEP_END, and the last frame.
 //! After the step ran as root in it, the guest is no more to be trusted than its program.
 
@@ -30,6 +37,8 @@ pub struct StepRequest {
     pub gid: u32,
     /// Supplementary groups.
     pub groups: Vec<u32>,
+    /// Layers that come along with it, by their numbers; they stay for the steps after it.
+    pub sent: Vec<u32>,
     /// What its root is made of, lowest first.
     pub layers: Vec<StepLayer>,
     /// Besides the root, in this order.
@@ -54,9 +63,9 @@ impl std::fmt::Debug for StepRequest {
 /// Where one layer of the root lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepLayer {
-    /// The disk: 1 is `/dev/vdb`.
+    /// The disk: 1 is `/dev/vdb`, 0 the guest's own, where what was sent lies.
     pub disk: u8,
-    /// The directory at its root, by number; absent: the whole disk.
+    /// The directory there, by number; absent: the whole disk.
     pub directory: Option<u32>,
 }
 
@@ -83,6 +92,17 @@ pub enum StepMount {
     },
     /// The guest's own `/etc/resolv.conf`.
     Resolver,
+    /// A socket whose connections are taken to the host.
+    Socket {
+        /// Where.
+        target: Bytes,
+        /// Its permissions.
+        mode: u32,
+        /// Its owner.
+        uid: u32,
+        /// Its group.
+        gid: u32,
+    },
 }
 
 impl StepMount {
@@ -90,7 +110,9 @@ impl StepMount {
     #[must_use]
     pub fn target(&self) -> &[u8] {
         match self {
-            Self::Tree { target, .. } | Self::Memory { target, .. } => target,
+            Self::Tree { target, .. }
+            | Self::Memory { target, .. }
+            | Self::Socket { target, .. } => target,
             Self::Resolver => b"/etc/resolv.conf",
         }
     }
@@ -105,4 +127,30 @@ pub struct StepEnd {
     pub free_bytes: u64,
     /// Times the guest ran out of memory and ended a program.
     pub out_of_memory: u64,
+}
+
+/// The most connections through the sockets of a step at a time.
+pub const MOST_CONNECTIONS: usize = 32;
+
+/// Something of a connection through a socket of a step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SocketFrame {
+    /// Which; numbers are not used again.
+    pub connection: u32,
+    /// What.
+    pub event: SocketEvent,
+}
+
+/// What happens to a connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SocketEvent {
+    /// Someone connected. Only a guest says so.
+    Opened {
+        /// The mount's number among all of the step's.
+        mount: u32,
+    },
+    /// Bytes, at most [`super::DATA_CHUNK`].
+    Data(Bytes),
+    /// It ended.
+    End,
 }

@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::message::{Exit, Failure, Reply, Request, WindowSize};
-use super::step::{StepEnd, StepRequest};
+use super::step::{SocketFrame, StepEnd, StepRequest};
 use super::tree::TreeItem;
 use super::{AGENT_PROTOCOL, MAX_FRAME};
 
@@ -46,6 +46,8 @@ pub enum Frame {
     Tree(TreeItem),
     /// A build step.
     Step(Box<StepRequest>),
+    /// A part of a connection through a socket of a build step; of both directions.
+    Socket(SocketFrame),
     /// First from the agent.
     Welcome {
         /// The version the agent speaks.
@@ -113,6 +115,7 @@ mod kind {
     pub const DATA_END: u8 = 0x21;
     pub const TREE: u8 = 0x22;
     pub const STEP: u8 = 0x23;
+    pub const SOCKET: u8 = 0x24;
     pub const WELCOME: u8 = 0x81;
     pub const REPLY: u8 = 0x82;
     pub const STARTED: u8 = 0x90;
@@ -158,6 +161,7 @@ impl Frame {
             Self::DataEnd => raw(out, kind::DATA_END, &[]),
             Self::Tree(v) => structured(out, kind::TREE, v),
             Self::Step(v) => structured(out, kind::STEP, v),
+            Self::Socket(v) => structured(out, kind::SOCKET, v),
             Self::Reply(v) => structured(out, kind::REPLY, v),
             Self::Started(pid) => raw(out, kind::STARTED, &pid.to_le_bytes()),
             Self::Stdout(d) => raw(out, kind::STDOUT, d),
@@ -205,6 +209,7 @@ impl Frame {
             kind::DATA_END => empty(Self::DataEnd)?,
             kind::TREE => Self::Tree(parse(kind, payload)?),
             kind::STEP => Self::Step(parse(kind, payload)?),
+            kind::SOCKET => Self::Socket(parse(kind, payload)?),
             kind::REPLY => Self::Reply(parse(kind, payload)?),
             kind::STARTED => {
                 Self::Started(u32::from_le_bytes(payload.try_into().map_err(|_| bad)?))
