@@ -42,7 +42,6 @@ use crate::limits::{CgroupError, CgroupPolicy, Limit, LimitHit, Limits};
 use crate::monitor::{Monitor, MonitorError, log_tail};
 use crate::network::pool::{GATEWAY, GUEST, GUEST_MAC, PREFIX};
 use crate::network::{Egress, EgressCounts, Lease, NetworkError, Pool, PoolOptions};
-use crate::pager;
 use crate::programs::{self, ProgramMissing};
 use crate::rundir::{self, RunDir};
 use crate::workspace::Workspace;
@@ -316,7 +315,8 @@ impl Sandbox {
         Self::restore_from(files, shape, options, None)
     }
 
-    /// The same from images that `fill` completes while the machine runs.
+    /// The same from images that `fill` completes while the machine runs, which takes what
+    /// [`crate::pager::available`] looks for.
     ///
     /// # Errors
     /// See [`SandboxError`]; nothing is left running or on disk.
@@ -495,7 +495,7 @@ impl Sandbox {
             jail: options.jail.clone(),
             filling: filler
                 .is_some()
-                .then(|| vmm::Filling { socket: rundir.filling(), memory: pager::available() }),
+                .then(|| vmm::Filling { socket: rundir.filling(), memory: true }),
         };
         let tap = lease.as_ref().map(Lease::tap);
         let log = rundir.monitor_log();
