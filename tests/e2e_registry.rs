@@ -66,6 +66,24 @@ impl Home {
         Store::open(&self.path("store")).unwrap()
     }
 
+    /// Runs where the kernel lets nobody answer another's faults: without `CAP_SYS_PTRACE` (and with
+    /// `vm.unprivileged_userfaultfd` off, as it is by default).
+    fn without_faults(&self, doctor: &Value, arguments: &[&str]) -> Output {
+        let program = self.bin.join("parbake");
+        let wrapped = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"];
+        if doctor["host"]["kvmUsable"] == true {
+            let mut command = Command::new(wrapped[0]);
+            command.args(&wrapped[1..]).arg(program).args(arguments);
+            return command.env("PARBAKE_STORE", self.path("store")).output().unwrap();
+        }
+        // The lab has this machine's files there.
+        let program = format!("/.host{}", fs::canonicalize(program).unwrap().display());
+        let store = format!("PARBAKE_STORE={}", self.path("store").display());
+        let lab = ["lab", "exec", "--"];
+        let env = ["env", "PARBAKE_IN_LAB=1", "PARBAKE_PROGRESS=plain", &store, &program];
+        self.run(&[&lab[..], &wrapped, &env, arguments].concat())
+    }
+
     /// A template of a directory with these files.
     fn build(&self, name: &str, files: &[(&str, &[u8])]) -> String {
         let root = self.path(&format!("root-{}", name.replace([':', '/'], "-")));
@@ -804,6 +822,78 @@ fn an_interrupted_transfer_ends_soon_and_goes_on_later() {
     away.ok(&["prune"]);
 }
 
+/// Ends a command with a signal 20 ms after its start, then later and later, until one is through before.
+/// `check` looks at what each leaves. Returns how many were interrupted.
+fn ended_ever_later(
+    home: &Home,
+    arguments: &[&str],
+    mut check: impl FnMut(),
+) -> (String, usize, Duration) {
+    let (mut interrupted, mut longest) = (0, Duration::ZERO);
+    let mut wait = Duration::from_millis(20);
+    for turn in 1.. {
+        let mut child =
+            home.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(wait);
+        wait = wait.mul_f64(1.3);
+        let signal = if turn % 2 == 0 { "INT" } else { "TERM" };
+        if child.try_wait().unwrap().is_none() {
+            let _ = Command::new("kill").args(["-s", signal, &child.id().to_string()]).status();
+        }
+        let began = std::time::Instant::now();
+        let output = child.wait_with_output().unwrap();
+        match output.status.code() {
+            Some(0) => return (succeeded(output, "through"), interrupted, longest),
+            // Not yet watching for it, or orderly.
+            None => {}
+            Some(_) => {
+                failed(&output, signal, 130, &["interrupted"]);
+                longest = longest.max(began.elapsed());
+                interrupted += 1;
+            }
+        }
+        check();
+    }
+    unreachable!("each turn is longer than the one before")
+}
+
+#[test]
+fn an_interrupted_export_or_import_ends_at_once_and_leaves_nothing_partial() {
+    let Some(home) = Home::new() else { return };
+    let digest = home.build("app:1", &[("a", &noise(1, 40 << 20)), ("b", &noise(2, 40 << 20))]);
+    let out = home.path("out");
+    fs::create_dir(&out).unwrap();
+    for name in ["app.tar", "app/"] {
+        // Not through `Path`, which would lose the slash.
+        let to = format!("{}/{name}", out.display());
+        let (_, interrupted, longest) =
+            ended_ever_later(&home, &["export", "app:1", "-o", &to], || {
+                let left: Vec<_> =
+                    fs::read_dir(&out).unwrap().flatten().map(|e| e.path()).collect();
+                assert!(left.is_empty(), "{left:?}");
+            });
+        println!("export: {interrupted} interrupted, {longest:?} at most");
+        assert!(interrupted > 0 && longest < Duration::from_secs(5), "{interrupted} {longest:?}");
+        fs::rename(&to, home.path(name.trim_end_matches('/'))).unwrap();
+        home.ok(&["prune"]);
+        assert_eq!(fs::read_dir(home.path("store/stage")).unwrap().count(), 0);
+    }
+    let away = Home::new().unwrap();
+    for from in ["app.tar", "app"] {
+        let from = home.path(from).display().to_string();
+        let arguments = ["import", &from];
+        let (got, interrupted, longest) = ended_ever_later(&away, &arguments, || {
+            assert_eq!(away.ok(&["verify"]), "clean");
+        });
+        println!("import: {interrupted} interrupted, {longest:?} at most");
+        assert!(interrupted > 0 && longest < Duration::from_secs(5), "{interrupted} {longest:?}");
+        assert_eq!(got, digest);
+        assert_eq!(away.ok(&["verify"]), "clean");
+        away.ok(&["rm", "app:1"]);
+        away.ok(&["prune"]);
+    }
+}
+
 #[test]
 fn proxies_are_used_and_left_aside() {
     let Some(home) = Home::new() else { return };
@@ -860,6 +950,29 @@ fn a_baked_template_is_proved_before_it_is_published() {
         let line = text.lines().find(|line| line.starts_with(check));
         assert!(line.is_some_and(|line| line.contains("ok")), "{check}: {text}");
     }
+    // One that is ready when it is baked and not when it is restored is not published. (A machine gets
+    // its own host name when it is restored.)
+    let never = format!("{}/team/never:1", registry.host);
+    fs::create_dir(home.path("never")).unwrap();
+    fs::write(
+        home.path("never/parbake.yaml"),
+        format!(
+            "apiVersion: parbake.dev/v1\nbase: {{template: '{name}'}}\nready:\n  checks:\n    - exec: \
+             [/bin/sh, -c, 'read name </proc/sys/kernel/hostname; echo I am $name; test $name = parbake']\n  \
+             timeout: 2s\n"
+        ),
+    )
+    .unwrap();
+    let recipe = home.path("never/parbake.yaml").display().to_string();
+    home.ok(&["build", "-f", &recipe, "-t", &never]);
+    home.ok(&["bake", &never]);
+    let words = ["did not pass", "--no-verify"];
+    let refused = home.run(&["push", &never]);
+    failed(&refused, "push of one that is not ready", 4, &words);
+    let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(stderr.contains("ready-check") && stderr.contains("I am "), "{stderr}");
+    home.fails(&["pull", &never], 3, &["never:1"]);
+    home.ok(&["push", "--no-verify", &never]);
     // Something that is in the template for certain, and something that is not.
     let secret = home.path("secret");
     fs::write(&secret, "root:x:0:0:root:/root\n").unwrap();
@@ -904,6 +1017,16 @@ fn a_baked_template_is_proved_before_it_is_published() {
     assert!(early * 100 <= sent * 15, "{early} of {sent}");
     // What is there is whole, and the rest can be had.
     home.ok(&["pull", &name]);
+    assert_eq!(home.ok(&["verify", &name]), "clean");
+
+    // Where memory may not be filled as it is touched, everything comes first, and that is said.
+    forget(&name);
+    let output =
+        home.without_faults(&doctor, &["run", "--pull", "lazy", &name, "--", "echo", "whole"]);
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(succeeded(output, "without faults"), "whole");
+    assert!(stderr.contains("userfaultfd") && stderr.contains("comes first"), "{stderr}");
+    assert!(!stderr.contains("baking"), "{stderr}");
     assert_eq!(home.ok(&["verify", &name]), "clean");
 
     // A registry that vanishes meanwhile: an error in time, whoever needs what is missing.

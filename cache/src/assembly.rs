@@ -18,6 +18,7 @@ use crate::lock::{self, Mode};
 use crate::object::Tree;
 use crate::pack::PAGE;
 use crate::pagemap::{Extent, PageMap};
+use crate::stop::Stop;
 use crate::store::Store;
 
 /// An image to be put together.
@@ -144,7 +145,7 @@ impl Assembly {
         let mut wrong = Vec::new();
         for image in &mut self.images {
             let missing = std::mem::take(&mut image.missing);
-            image.missing = differing(&image.file, &image.part.index, &missing)
+            image.missing = differing(&image.file, &image.part.index, &missing, self.store.stop)
                 .map_err(StoreError::io("read", &image.path, 0))?;
             wrong.extend(image.missing.iter().map(|chunk| (image.part.digest, chunk.number)));
         }
@@ -163,15 +164,16 @@ impl Assembly {
     fn find_missing(&mut self) -> Result<(), StoreError> {
         for image in &mut self.images {
             let index = &image.part.index;
-            let found = match chunk::scan(&image.file, index.chunk_size(), false) {
-                Ok(found) => found,
-                Err(ScanError::Io(error)) => {
-                    return Err(StoreError::io("read", &image.path, 0)(error));
-                }
-                Err(ScanError::Index(source)) => {
-                    return Err(StoreError::Index { digest: image.part.digest, source });
-                }
-            };
+            let found =
+                match chunk::scan_until(&image.file, index.chunk_size(), false, self.store.stop) {
+                    Ok(found) => found,
+                    Err(ScanError::Io(error)) => {
+                        return Err(StoreError::io("read", &image.path, 0)(error));
+                    }
+                    Err(ScanError::Index(source)) => {
+                        return Err(StoreError::Index { digest: image.part.digest, source });
+                    }
+                };
             let found: HashMap<u32, Digest> =
                 found.chunks().iter().map(|chunk| (chunk.number, chunk.digest)).collect();
             let right = |chunk: &Chunk| found.get(&chunk.number) == Some(&chunk.digest);
@@ -233,16 +235,15 @@ impl Assembly {
             for chunk in &image.missing {
                 let Some(&(file, from)) = found.get(&chunk.digest) else { continue };
                 let (offset, len) = index.extent(chunk.number);
+                let stopped = |_| StoreError::Interrupted;
+                self.store.stop.check().map_err(stopped)?;
                 copy_range(&files[file], &image.file, (from, offset), len)
                     .map_err(StoreError::io("write", &image.path, len as u64))?;
                 copied.push(*chunk);
             }
             // What another image has is trusted no more than what comes from elsewhere.
-            let wrong = differing(&image.file, index, &copied).map_err(StoreError::io(
-                "read",
-                &image.path,
-                0,
-            ))?;
+            let wrong = differing(&image.file, index, &copied, self.store.stop)
+                .map_err(StoreError::io("read", &image.path, 0))?;
             for chunk in &wrong {
                 let (offset, len) = index.extent(chunk.number);
                 clear(&image.file, offset, len).map_err(StoreError::io(
@@ -307,12 +308,18 @@ impl Image {
 }
 
 /// Those of `chunks` that the file does not have as the index says.
-fn differing(file: &File, index: &ChunkIndex, chunks: &[Chunk]) -> io::Result<Vec<Chunk>> {
+fn differing(
+    file: &File,
+    index: &ChunkIndex,
+    chunks: &[Chunk],
+    stop: Stop,
+) -> io::Result<Vec<Chunk>> {
     let next = AtomicUsize::new(0);
     let wrong = Mutex::new(Vec::new());
     let worker = || -> io::Result<()> {
         let mut buffer = vec![0; index.chunk_size() as usize];
         while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            stop.check()?;
             let (offset, len) = index.extent(chunk.number);
             file.read_exact_at(&mut buffer[..len], offset)?;
             if Digest::of(&buffer[..len]) != chunk.digest {

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 
 use crate::Digest;
 use crate::index::{Chunk, ChunkIndex, IndexError, MAX_CHUNK_SIZE};
+use crate::stop::Stop;
 
 static ZEROS: [u8; MAX_CHUNK_SIZE as usize] = [0; MAX_CHUNK_SIZE as usize];
 
@@ -47,6 +48,16 @@ pub fn is_zero(mut bytes: &[u8]) -> bool {
 /// # Errors
 /// When the file cannot be read or its size is out of bounds.
 pub fn scan(file: &File, chunk_size: u32, punch: bool) -> Result<ChunkIndex, ScanError> {
+    scan_until(file, chunk_size, punch, Stop::default())
+}
+
+/// The same, unless it is time to stop.
+pub(crate) fn scan_until(
+    file: &File,
+    chunk_size: u32,
+    punch: bool,
+    stop: Stop,
+) -> Result<ChunkIndex, ScanError> {
     let image_size = file.metadata()?.len();
     // Checks the sizes before anything is read.
     ChunkIndex::new(chunk_size, image_size, Vec::new())?;
@@ -64,6 +75,7 @@ pub fn scan(file: &File, chunk_size: u32, punch: bool) -> Result<ChunkIndex, Sca
                 break;
             }
             for &number in &numbers[start..numbers.len().min(start + RUN)] {
+                stop.check()?;
                 let offset = u64::from(number) * u64::from(chunk_size);
                 let len = (image_size - offset).min(u64::from(chunk_size)) as usize;
                 let bytes = &mut buffer[..len];

@@ -153,11 +153,11 @@ impl Publication {
                 let target = path.with_extension("tar");
                 let wrap = || -> io::Result<(Digest, u64)> {
                     let mut file = File::create(&target)?;
-                    write(&mut file, &mut File::open(&path)?)?;
+                    write(&mut file, &mut self.stop.watch(File::open(&path)?))?;
                     std::fs::remove_file(&path)?;
-                    let file = File::open(&target)?;
+                    let mut file = self.stop.watch(File::open(&target)?);
                     let mut hasher = Sha256::new();
-                    let size = io::copy(&mut &file, &mut HashWriter(&mut hasher))?;
+                    let size = io::copy(&mut file, &mut HashWriter(&mut hasher))?;
                     Ok((Digest::from_bytes(hasher.finalize().into()), size))
                 };
                 let (digest, size) =

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::Digest;
 use crate::index::IndexError;
 use crate::name::ParseNameError;
+use crate::stop::Stopped;
 
 /// An operation on the store failed.
 #[derive(Debug, thiserror::Error)]
@@ -166,6 +167,9 @@ pub enum StoreError {
         /// The file.
         path: PathBuf,
     },
+    /// The user wanted to stop.
+    #[error("interrupted")]
+    Interrupted,
     /// A malformed name.
     #[error(transparent)]
     Name(#[from] ParseNameError),
@@ -200,6 +204,9 @@ impl StoreError {
     ) -> impl FnOnce(io::Error) -> StoreError {
         let path = path.to_owned();
         move |source| match source.kind() {
+            _ if source.get_ref().is_some_and(|inner| inner.is::<Stopped>()) => {
+                StoreError::Interrupted
+            }
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 let available = free_bytes(&path).unwrap_or(0);
                 StoreError::Full { path, needed, available }

@@ -351,6 +351,7 @@ impl<'a> Installer<'a> {
             let (mut position, len) = rest.span_in(directory);
             let mut reader = self.source.open(pack, position, len).map_err(fetch_error)?;
             for &number in &rest.frames {
+                self.store.stop.check().map_err(|_| StoreError::Interrupted)?;
                 let frame = frame(number);
                 let read = read_frame(&mut *reader, &mut position, frame);
                 let bytes = match read {
@@ -444,6 +445,7 @@ impl<'a> Installer<'a> {
             .take(size + 1);
         let mut buffer = vec![0; 256 * 1024];
         loop {
+            self.store.stop.check().map_err(|_| StoreError::Interrupted)?;
             let count = match decoder.read(&mut buffer) {
                 Ok(0) => break,
                 Ok(count) => count,
@@ -454,7 +456,7 @@ impl<'a> Installer<'a> {
         }
         self.note(layer.size);
         let (found, length) =
-            crate::object::hash(&file).map_err(StoreError::io("read", path, 0))?;
+            crate::object::hash(&file, self.store.stop).map_err(StoreError::io("read", path, 0))?;
         if length > size {
             return Ok(Some(format!("it is larger than the {size} bytes announced")));
         }

@@ -58,7 +58,7 @@ impl Publication {
             let blobs = temporary.join("blobs/sha256");
             fs::create_dir_all(&blobs).map_err(StoreError::io("create", &blobs, 0))?;
             for blob in self.all() {
-                blob.content.write_to(&blobs.join(blob.descriptor.digest.hex()))?;
+                blob.content.write_to(&blobs.join(blob.descriptor.digest.hex()), self.stop)?;
             }
             for (name, bytes) in [("oci-layout", LAYOUT_FILE), ("index.json", &self.top(name))] {
                 crate::durable::write_file(&temporary.join(name), bytes)?;
@@ -90,7 +90,10 @@ impl Publication {
                 let size = blob.descriptor.size;
                 match &blob.content {
                     Content::Bytes(bytes) => write_entry(&mut tar, &name, size, &**bytes)?,
-                    Content::File(path) => write_entry(&mut tar, &name, size, File::open(path)?)?,
+                    Content::File(path) => {
+                        let content = self.stop.watch(File::open(path)?);
+                        write_entry(&mut tar, &name, size, content)?;
+                    }
                     Content::Elsewhere => {}
                 }
             }

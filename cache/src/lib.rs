@@ -43,6 +43,7 @@ pub mod registry;
 pub mod resume;
 mod sign_in;
 pub mod statements;
+mod stop;
 pub mod store;
 pub mod template;
 pub mod transport;

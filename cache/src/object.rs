@@ -12,6 +12,7 @@ use crate::chunk::{self, ScanError};
 use crate::error::StoreError;
 use crate::index::{ChunkIndex, DEFAULT_CHUNK_SIZE, IndexError, MAX_INDEX_BYTES};
 use crate::lock::Mode;
+use crate::stop::Stop;
 use crate::store::Store;
 use crate::template::{ObjectRef, SCHEMA_VERSION};
 use crate::{Digest, durable};
@@ -97,7 +98,7 @@ impl Store {
     pub fn adopt_blob(&self, file: impl Into<PathBuf>) -> Result<ObjectRef, StoreError> {
         let file = file.into();
         let handle = self.open_staged(&file)?;
-        let (digest, size) = hash(&handle).map_err(StoreError::io("read", &file, 0))?;
+        let (digest, size) = hash(&handle, self.stop).map_err(StoreError::io("read", &file, 0))?;
         durable::seal(&file, &handle, size)?;
         let _lock = self.lock(Mode::Shared)?;
         self.publish_file(Tree::Objects, &digest, &file)?;
@@ -124,10 +125,15 @@ impl Store {
     ) -> Result<ObjectRef, StoreError> {
         let file = file.into();
         let handle = self.open_staged(&file)?;
-        let index = chunk::scan(&handle, chunk_size, true).map_err(|error| match error {
-            ScanError::Io(source) => StoreError::io("read", &file, 0)(source),
-            ScanError::Index(source) => StoreError::Index { digest: Digest::of(&[]), source },
-        })?;
+        let index =
+            chunk::scan_until(&handle, chunk_size, true, self.stop).map_err(
+                |error| match error {
+                    ScanError::Io(source) => StoreError::io("read", &file, 0)(source),
+                    ScanError::Index(source) => {
+                        StoreError::Index { digest: Digest::of(&[]), source }
+                    }
+                },
+            )?;
         self.adopt_indexed(&file, &handle, &index)
     }
 
@@ -290,12 +296,13 @@ pub(crate) fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 }
 
 /// SHA-256 and length of a file's bytes.
-pub(crate) fn hash(file: &File) -> io::Result<(Digest, u64)> {
+pub(crate) fn hash(file: &File, stop: Stop) -> io::Result<(Digest, u64)> {
     use std::os::unix::fs::FileExt as _;
     let mut hasher = Sha256::new();
     let mut buffer = vec![0; 256 * 1024];
     let mut position = 0;
     loop {
+        stop.check()?;
         match file.read_at(&mut buffer, position) {
             Ok(0) => return Ok((Digest::from_bytes(hasher.finalize().into()), position)),
             Ok(count) => {

@@ -20,6 +20,7 @@ use crate::chunk::{self, is_zero};
 use crate::error::StoreError;
 use crate::pack::{self, Directory, PAGE, PageHash};
 use crate::pagemap::Extent;
+use crate::stop::Stop;
 
 /// Where a page is: which run, and which page of it.
 #[derive(Debug, Clone, Copy)]
@@ -76,6 +77,7 @@ pub(crate) struct PlacedImage {
 #[derive(Debug)]
 pub(crate) struct Packer {
     directory: PathBuf,
+    stop: Stop,
     level: i32,
     run_pages: usize,
     known: HashMap<PageHash, Place>,
@@ -96,7 +98,7 @@ struct OpenPack {
 
 impl HashedImage {
     /// Hashes the pages of the image at `path`.
-    pub(crate) fn new(path: &Path) -> Result<Self, StoreError> {
+    pub(crate) fn new(path: &Path, stop: Stop) -> Result<Self, StoreError> {
         let io = |error| StoreError::io("read", path, 0)(error);
         let file = File::open(path).map_err(io)?;
         let size = file.metadata().map_err(io)?.len();
@@ -109,6 +111,7 @@ impl HashedImage {
             let mut buffer = vec![0; STRETCH as usize];
             let mut pages = Vec::new();
             while let Some(&number) = stretches.get(next.fetch_add(1, Ordering::Relaxed)) {
+                stop.check()?;
                 let offset = u64::from(number) * u64::from(STRETCH);
                 let len = (size - offset).min(u64::from(STRETCH)) as usize;
                 file.read_exact_at(&mut buffer[..len], offset)?;
@@ -155,9 +158,10 @@ impl HashedImage {
 
 impl Packer {
     /// Packs go to `directory`, in runs of at most `run_pages` pages.
-    pub(crate) fn new(directory: &Path, level: i32, run_pages: u32) -> Self {
+    pub(crate) fn new(directory: &Path, level: i32, run_pages: u32, stop: Stop) -> Self {
         Self {
             directory: directory.to_owned(),
+            stop,
             level,
             run_pages: run_pages.clamp(1, pack::MAX_RUN_PAGES) as usize,
             known: HashMap::new(),
@@ -282,6 +286,7 @@ impl Packer {
                 loop {
                     let number = next.fetch_add(1, Ordering::Relaxed);
                     let Some(pages) = batch.get(number) else { return Ok(()) };
+                    self.stop.check()?;
                     let run = read_pages(image, pages)?;
                     let hashes = run.chunks(PAGE).map(PageHash::of).collect();
                     let frame = pack::compress(&run, self.level)?;

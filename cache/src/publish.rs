@@ -17,6 +17,7 @@ use crate::live::{Lease, Staging};
 use crate::pack::{Directory, PageHash};
 use crate::packer::{Cut, HashedImage, Packer, PlacedImage};
 use crate::pagemap::{Extent, PageMap};
+use crate::stop::Stop;
 use crate::store::Store;
 use crate::template::{KernelBundle, ObjectRef, SnapshotManifest, TemplateManifest};
 use crate::working_set::{Role, WorkingSet};
@@ -66,6 +67,7 @@ pub struct Publication {
     pub stats: PublishStats,
     /// What is said about it, in an export.
     pub attached: Vec<Blob>,
+    pub(crate) stop: Stop,
     _lease: Lease,
     staging: Staging,
 }
@@ -200,7 +202,8 @@ impl Publisher<'_> {
         snapshots: &[(Digest, SnapshotManifest)],
         lease: Lease,
     ) -> Result<Publication, PublishError> {
-        let image = |object: &ObjectRef| HashedImage::new(&self.store.path(&object.digest)?);
+        let stop = self.store.stop;
+        let image = |object: &ObjectRef| HashedImage::new(&self.store.path(&object.digest)?, stop);
         let rootfs = image(&manifest.rootfs)?;
         let mut images = Vec::new();
         for (_, snapshot) in snapshots {
@@ -208,7 +211,7 @@ impl Publisher<'_> {
             images.push(SnapshotImages { memory, disk });
         }
         let mut packer =
-            Packer::new(self.staging.path(), self.options.level, self.options.run_pages);
+            Packer::new(self.staging.path(), self.options.level, self.options.run_pages, stop);
         let all = || {
             let of_snapshots = images.iter().flat_map(|s| s.memory.hashes().chain(s.disk.hashes()));
             rootfs.hashes().chain(of_snapshots)
@@ -304,6 +307,7 @@ impl Publisher<'_> {
             index,
             stats,
             attached: Vec::new(),
+            stop,
             _lease: lease,
             staging: self.staging,
         })
@@ -480,13 +484,14 @@ impl Publisher<'_> {
     fn add_blob(&mut self, object: &ObjectRef, media_type: &str) -> Result<BlobLayer, StoreError> {
         let source = self.store.path(&object.digest)?;
         let path = self.staging.join(format!("blob-{}", object.digest.hex()));
-        let mut input = File::open(&source).map_err(StoreError::io("open", &source, 0))?;
+        let input = File::open(&source).map_err(StoreError::io("open", &source, 0))?;
         let output = File::create(&path).map_err(StoreError::io("create", &path, 0))?;
         let compress = || -> io::Result<HashingWriter<File>> {
             let writer = HashingWriter { inner: output, hasher: Sha256::new(), len: 0 };
             let mut encoder = zstd::stream::write::Encoder::new(writer, self.options.level)?;
             encoder.set_pledged_src_size(Some(object.size))?;
-            let read = io::copy(&mut (&mut input).take(object.size + 1), &mut encoder)?;
+            let read =
+                io::copy(&mut self.store.stop.watch(input.take(object.size + 1)), &mut encoder)?;
             if read != object.size {
                 return Err(io::Error::other("its size is not what its reference says"));
             }
@@ -508,9 +513,11 @@ impl Publication {
 
 impl Content {
     /// Writes the content to a new file and syncs it.
-    pub(crate) fn write_to(&self, path: &std::path::Path) -> Result<(), StoreError> {
+    pub(crate) fn write_to(&self, path: &std::path::Path, stop: Stop) -> Result<(), StoreError> {
+        stop.check().map_err(|_| StoreError::Interrupted)?;
         match self {
             Self::Bytes(bytes) => durable::write_file(path, bytes),
+            // At most a pack, so it is not asked in between.
             Self::File(source) => std::fs::copy(source, path)
                 .and_then(|_| File::open(path)?.sync_all())
                 .map_err(StoreError::io("write", path, 0)),

@@ -75,6 +75,7 @@ use crate::durable;
 use crate::error::StoreError;
 use crate::live::Live;
 use crate::lock::{self, Mode};
+use crate::stop::Stop;
 #[allow(unused_imports, reason = "named in the module's documentation")]
 use crate::template::ObjectRef;
 
@@ -105,6 +106,7 @@ const DIRECTORIES: [&str; 13] = [
 #[derive(Debug, Clone)]
 pub struct Store {
     inner: Arc<Inner>,
+    pub(crate) stop: Stop,
 }
 
 #[derive(Debug)]
@@ -210,7 +212,16 @@ impl Store {
     }
 
     fn handle(root: PathBuf, writable: bool) -> Self {
-        Self { inner: Arc::new(Inner { root, writable, session: Mutex::new(None) }) }
+        let inner = Inner { root, writable, session: Mutex::new(None) };
+        Self { inner: Arc::new(inner), stop: Stop::default() }
+    }
+
+    /// The same handle, whose long work (hashing, packing, installing) asks between one piece and the
+    /// next whether to stop, and then ends with [`StoreError::Interrupted`], leaving nothing but what
+    /// the next try takes up.
+    #[must_use]
+    pub fn until(self, cancelled: fn() -> bool) -> Self {
+        Self { stop: Stop::when(Some(cancelled)), ..self }
     }
 
     /// Takes the store's lock; it is let go when the file is dropped.

@@ -133,6 +133,7 @@ impl Store {
         options: &PushOptions,
         observer: &(dyn Fn(PushEvent) + Sync),
     ) -> Result<PushReport, TransportError> {
+        let this = self.clone().stopping_with(registry);
         let host = registry_of(name)?;
         let target = Repository::open(registry, host, name.repository(), Access::Push)?;
         let replaced = match target.manifest(name.tag()) {
@@ -154,11 +155,11 @@ impl Store {
         }
         let mut publish = options.publish.clone();
         publish.bases.extend(bases.packs.iter().cloned());
-        let mut publication = self.publish(template, &publish)?;
+        let mut publication = this.publish(template, &publish)?;
         if !take_over(&target, &publication, &bases)? {
             // The registry would not share them after all: send everything.
             publish.bases.clear();
-            publication = self.publish(template, &publish)?;
+            publication = this.publish(template, &publish)?;
         }
         if options.compat_image {
             publication = publication.into_compat_image()?;
@@ -196,12 +197,21 @@ impl Store {
         choice: &Choice,
         observer: &(dyn Fn(InstallEvent) + Sync),
     ) -> Result<PullReport, TransportError> {
+        let this = self.clone().stopping_with(registry);
         let found = find::template(name, pinned, registry)?;
         let (source, root) = (found.source, found.root.descriptor);
-        let report = variant::install(self, &source, &root, &name.to_string(), choice, observer)?;
+        let report = variant::install(&this, &source, &root, &name.to_string(), choice, observer)?;
         self.tag(name, &report.template)?;
         self.remember_remote(name, &root.digest)?;
         Ok(report)
+    }
+
+    /// What the line is told to stop by stops the work before and behind it, too.
+    fn stopping_with(self, registry: &RegistryOptions) -> Self {
+        match registry.cancelled {
+            Some(cancelled) => self.until(cancelled),
+            None => self,
+        }
     }
 
     /// Names on `host` that were pushed or pulled here, the latest first.

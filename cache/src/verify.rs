@@ -178,7 +178,7 @@ impl Store {
         };
         let damage = |what: String, chunks| Damage { digest: *digest, what, chunks };
         if tree != Tree::Images {
-            let (found, size) = hash(&file).map_err(StoreError::io("read", path, 0))?;
+            let (found, size) = hash(&file, self.stop).map_err(StoreError::io("read", path, 0))?;
             let damaged = (found != *digest)
                 .then(|| damage(format!("its {size} bytes hash to {found}"), Vec::new()));
             return Ok((size, damaged));
@@ -195,7 +195,7 @@ impl Store {
             let what = format!("it is {size} bytes long and should be {}", index.image_size());
             return Ok((0, Some(damage(what, Vec::new()))));
         }
-        let found = match chunk::scan(&file, index.chunk_size(), false) {
+        let found = match chunk::scan_until(&file, index.chunk_size(), false, self.stop) {
             Ok(found) => found,
             Err(chunk::ScanError::Io(source)) => {
                 return Err(StoreError::io("read", path, 0)(source));

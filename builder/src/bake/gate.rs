@@ -103,7 +103,7 @@ pub fn gate(
     let (mut machines, mut seen) = (Vec::new(), Vec::new());
     // What both touch is what every sandbox touches. Recorded once, as another order would make
     // another artifact of the same snapshot.
-    let record = pager::available() && store.working_set(digest)?.is_none();
+    let record = pager::available().is_ok() && store.working_set(digest)?.is_none();
     let mut touched = Vec::new();
     for number in 1..=2 {
         events(&format!("restore {number} of 2"));

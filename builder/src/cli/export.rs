@@ -10,7 +10,7 @@ use serde_json::json;
 use super::error::{CliError, CliResult, Kind};
 use super::progress::bytes;
 use super::trust::StatementArgs;
-use super::{Context, guest, output, push, remote};
+use super::{Context, guest, interrupt, output, push, remote};
 
 /// Write a template with its snapshots to an archive or a directory
 ///
@@ -32,6 +32,7 @@ pub struct Args {
 
 /// Exports.
 pub fn run(context: &Context, args: &Args) -> CliResult {
+    interrupt::watch();
     let store = context.store()?;
     let template = guest::find(&store, &args.template)?;
     let name = match &template.name {

@@ -178,6 +178,7 @@ pub fn store_error(error: StoreError) -> CliError {
     let kind = match &error {
         StoreError::UnknownName { .. } | StoreError::Missing { .. } => Kind::NotFound,
         StoreError::Damaged { .. } => Kind::Refused,
+        StoreError::Interrupted => Kind::Interrupted,
         _ => Kind::User,
     };
     let failure = CliError::new(kind, error);

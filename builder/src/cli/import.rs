@@ -11,7 +11,7 @@ use parbake_cache::{StoreError, TemplateName};
 use super::error::{CliError, CliResult, Kind};
 use super::remote::{self, Arrivals};
 use super::trust::{self, TrustArgs};
-use super::{Context, guest, pull};
+use super::{Context, guest, interrupt, pull};
 
 /// Take in a template that was written by `export`, or copied by another tool
 #[derive(Debug, clap::Args)]
@@ -34,6 +34,7 @@ pub struct Args {
 
 /// Imports.
 pub fn run(context: &Context, args: &Args) -> CliResult {
+    interrupt::watch();
     let layout = Layout::open(&args.path).map_err(|error| match error {
         StoreError::Io { ref source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
             let there = args.path.exists();

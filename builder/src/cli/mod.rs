@@ -162,10 +162,12 @@ pub struct Context {
 }
 
 impl Context {
-    /// The store, created when it is not there yet.
+    /// The store, created when it is not there yet. Long work on it ends when the user wants to stop,
+    /// where that is watched for.
     pub fn store(&self) -> CliResult<Store> {
         let root = self.store_root();
-        Store::open(&root).kind(Kind::User).map_err(|error| {
+        let opened = Store::open(&root).map(|store| store.until(interrupt::asked));
+        opened.kind(Kind::User).map_err(|error| {
             error
                 .hint(format!("--store DIR or PARBAKE_STORE names another than {}", root.display()))
         })

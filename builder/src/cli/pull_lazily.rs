@@ -9,7 +9,7 @@ use parbake_cache::install::{BlobSource, Installer};
 use parbake_cache::lazy::{LazyError, LazyPull, Patience};
 use parbake_cache::registry::{RegistryOptions, Repository};
 use parbake_cache::variant::{self, Choice};
-use parbake_cache::{Digest, Store, TemplateName};
+use parbake_cache::{Digest, Store, StoreError, TemplateName};
 use serde_json::json;
 
 use super::error::{CliError, CliResult, Kind};
@@ -52,9 +52,6 @@ pub fn run(
     // What there is to fetch altogether.
     let mut all;
     let installed = loop {
-        if interrupt::asked() {
-            return Err(remote::interrupted());
-        }
         let progress = pull.progress();
         all = progress.fetched_bytes + progress.left_bytes;
         step.update(format!(
@@ -90,15 +87,19 @@ pub fn run(
     output::line(&template.to_string())
 }
 
-/// Waits a little for the rest; fails when nothing has come for too long.
-fn wait(pull: &mut LazyPull, before: u64) -> CliResult<Option<parbake_cache::install::Installed>> {
+/// Waits a little for the rest; fails when nothing has come for too long, or the user wants to stop.
+pub fn wait(
+    pull: &mut LazyPull,
+    before: u64,
+) -> CliResult<Option<parbake_cache::install::Installed>> {
     let began = Instant::now();
     loop {
+        if interrupt::asked() {
+            return Err(remote::interrupted());
+        }
         match pull.finish(Patience { deadline: LOOK, fail_fast: false }) {
             Ok(installed) => return Ok(Some(installed)),
-            Err(LazyError::Late { .. })
-                if pull.progress().fetched_bytes > before || interrupt::asked() =>
-            {
+            Err(LazyError::Late { .. }) if pull.progress().fetched_bytes > before => {
                 return Ok(None);
             }
             Err(LazyError::Late { .. }) if began.elapsed() < SILENCE => {}
@@ -158,6 +159,7 @@ pub fn choose(
 fn lazy_error(error: LazyError) -> CliError {
     let kept = "what has arrived is kept: the same command goes on where this one stopped";
     match error {
+        LazyError::Store(StoreError::Interrupted) => remote::interrupted(),
         LazyError::Store(error) => guest::store_error(error),
         LazyError::Install(error) => remote::install_error(error),
         LazyError::Damaged { .. } => CliError::new(Kind::Refused, error),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parbake_cache::StoreError;
 use parbake_cache::artifact::ArtifactError;
 use parbake_cache::credentials::{CredentialError, Credentials};
 use parbake_cache::install::{InstallError, InstallEvent};
@@ -157,6 +158,9 @@ pub fn transport_error(error: TransportError) -> CliError {
             .hint("`parbake tag` gives a template a second name, with a registry's host in it"),
         TransportError::Registry(error) => registry_error(error),
         TransportError::Trust(error) => trust::trust_error(error),
+        TransportError::Store(StoreError::Interrupted)
+        | TransportError::Publish(PublishError::Store(StoreError::Interrupted))
+        | TransportError::Install(InstallError::Store(StoreError::Interrupted)) => interrupted(),
         TransportError::Store(error)
         | TransportError::Publish(PublishError::Store(error))
         | TransportError::Install(InstallError::Store(error)) => guest::store_error(error),
@@ -171,6 +175,7 @@ pub fn transport_error(error: TransportError) -> CliError {
 /// An installation's failure.
 pub fn install_error(error: InstallError) -> CliError {
     match error {
+        InstallError::Store(StoreError::Interrupted) => interrupted(),
         InstallError::Store(error) => guest::store_error(error),
         InstallError::Artifact(error) => artifact_error(error),
         InstallError::Fetch { digest, source } => {

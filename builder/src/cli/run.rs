@@ -13,6 +13,7 @@ use parbake_cache::{Store, TemplateName};
 use parbake_node::event::Watch;
 use parbake_node::limits::LimitHit;
 use parbake_node::monitor::MonitorError;
+use parbake_node::pager;
 use parbake_node::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use parbake_protocol::agent::{ExecRequest, FailureKind};
 use serde_json::json;
@@ -172,8 +173,15 @@ fn run_arriving(context: &Context, args: &Args, store: &Store) -> CliResult<u8> 
     options.hostname.clone_from(&args.hostname);
     let watch = args.cage.apply(&arriving.template.manifest, &mut options)?;
     args.workspace.apply(context, &mut options)?;
+    let faults = pager::available();
+    if let (Some(_), false, Err(error)) = (&arriving.snapshot, args.cold, &faults) {
+        context.progress.note(&format!(
+            "this host does not let a machine's memory arrive as it is touched (userfaultfd: {error}): \
+             all of {name} comes first; CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1 allow it"
+        ));
+    }
     let sandbox = match &arriving.snapshot {
-        Some(snapshot) if !args.cold => {
+        Some(snapshot) if !args.cold && faults.is_ok() => {
             let (files, fill) = arriving.files(store, snapshot)?;
             match Sandbox::restore_from(&files, snapshot.machine, &options, Some(fill)) {
                 Err(SandboxError::Monitor(MonitorError::Failed { kind, message }))
@@ -189,7 +197,7 @@ fn run_arriving(context: &Context, args: &Args, store: &Store) -> CliResult<u8> 
         _ => None,
     };
     let Some(sandbox) = sandbox else {
-        // A cold boot, or a bake, needs all of it.
+        // A cold boot, a bake, or memory that cannot be filled on demand: all of it is needed.
         let template = arriving.complete(context, store)?;
         return run_installed(context, args, store, &template, request);
     };

@@ -5,8 +5,9 @@
 //!                 ▲ ensure: memory faults, disk reads ──┘
 //! ```
 //! The machine starts when documents, state and indexes are there. What it touches comes first; the
-//! rest is let in once its first command runs. Where guests run in the lab, all of this happens there,
-//! and this machine's loopback is found behind the lab's gateway.
+//! rest is let in once its first command runs. Where the host forbids that memory is filled as it is
+//! touched, all of the template comes first, and that is said. Where guests run in the lab, all of this
+//! happens there, and this machine's loopback is found behind the lab's gateway.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,12 +22,14 @@ use parbake_cache::template::SnapshotManifest;
 use parbake_cache::variant::Choice;
 use parbake_cache::{Digest, Store, TemplateName};
 use parbake_node::filling::{Fill, Image};
-use parbake_node::pager;
 use parbake_node::sandbox::RestoreFiles;
 
 use super::error::{CliError, CliResult, Kind};
 use super::remote;
 use super::{Context, guest, pull_lazily};
+
+/// Where only a failure ends the wait.
+const NO_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
 /// A template on its way, as a sandbox sees it.
 pub struct Arriving {
@@ -99,7 +102,8 @@ pub fn begin(
         (Image::Memory, digest(|snapshot| snapshot.memory.digest)),
         (Image::Disk, digest(|snapshot| snapshot.disk.digest)),
     ];
-    let patience = Patience { deadline, fail_fast: deadline.is_zero() };
+    let fail_fast = deadline.is_zero();
+    let patience = Patience { deadline: if fail_fast { NO_DEADLINE } else { deadline }, fail_fast };
     step.done(format!("{} of it is here", super::progress::bytes(pull.progress().fetched_bytes)));
     let fill = Arc::new(Filling { pull, images, patience });
     Ok(Arriving { fill, template, snapshot, name: name.clone() })
@@ -113,14 +117,6 @@ impl Arriving {
         snapshot: &SnapshotManifest,
     ) -> CliResult<(RestoreFiles, Arc<dyn Fill>)> {
         let path = |digest: &Digest| self.fill.pull.path(digest).map_err(guest::store_error);
-        if !pager::available() {
-            // The kernel lets only the privileged answer faults: all of memory first, then.
-            let whole = 0..snapshot.memory.size;
-            self.fill
-                .pull
-                .ensure(&snapshot.memory.digest, whole, self.fill.patience)
-                .map_err(|error| CliError::new(Kind::Registry, error))?;
-        }
         let files = RestoreFiles {
             state: store.path(&snapshot.state.digest).map_err(guest::store_error)?,
             memory: path(&snapshot.memory.digest)?,
@@ -144,14 +140,20 @@ impl Arriving {
     /// Waits until everything is here, for a machine that cannot begin before.
     pub fn complete(self, context: &Context, store: &Store) -> CliResult<Template> {
         self.release();
-        let step = context.progress.step(format!("pull {}", self.name));
+        let mut step = context.progress.step(format!("pull {}", self.name));
         let name = self.name.clone();
         let template = self.template.clone();
         let Some(mut filling) = Arc::into_inner(self.fill) else {
             return Err(CliError::new(Kind::Internal, "the pull is still in use"));
         };
-        let patience = Patience { deadline: Duration::from_secs(3600), fail_fast: false };
-        filling.pull.finish(patience).map_err(|error| CliError::new(Kind::Registry, error))?;
+        loop {
+            let Progress { fetched_bytes, left_bytes } = filling.pull.progress();
+            let all = super::progress::bytes(fetched_bytes + left_bytes);
+            step.update(format!("{} of {all}", super::progress::bytes(fetched_bytes)));
+            if pull_lazily::wait(&mut filling.pull, fetched_bytes)?.is_some() {
+                break;
+            }
+        }
         store.tag(&name, &template.digest).map_err(guest::store_error)?;
         step.done("complete");
         Ok(template)

@@ -228,10 +228,14 @@ impl Pager {
     }
 }
 
-/// Whether this process may let another's faults be answered, kernel's touches included.
-#[must_use]
-pub fn available() -> bool {
+/// Whether a machine that this process starts may have its faults answered, the kernel's touches
+/// included. Without that, its memory must be whole before it starts.
+///
+/// # Errors
+/// Why not: the kernel lets only those with `CAP_SYS_PTRACE` do so, unless it is told otherwise
+/// (`vm.unprivileged_userfaultfd`), and a container's filter may forbid it altogether.
+pub fn available() -> io::Result<()> {
     let flags = rustix::mm::UserfaultfdFlags::CLOEXEC | rustix::mm::UserfaultfdFlags::NONBLOCK;
     // SAFETY: creates a descriptor, with which nothing is registered.
-    unsafe { rustix::mm::userfaultfd(flags) }.is_ok()
+    unsafe { rustix::mm::userfaultfd(flags) }.map(drop).map_err(io::Error::from)
 }

@@ -41,7 +41,6 @@ use crate::limits::{CgroupPolicy, LimitHit, Limits};
 use crate::monitor::Monitor;
 use crate::network::pool::{GATEWAY, GUEST, GUEST_MAC, PREFIX};
 use crate::network::{Egress, EgressCounts, Lease, Pool, PoolOptions};
-use crate::pager;
 use crate::programs;
 use crate::rundir::{self, RunDir};
 use crate::workspace::Workspace;
@@ -241,7 +240,8 @@ impl Sandbox {
         Self::restore_from(files, shape, options, None)
     }
 
-    /// The same from images that `fill` completes while the machine runs.
+    /// The same from images that `fill` completes while the machine runs, which takes what
+    /// [`crate::pager::available`] looks for.
     ///
     /// # Errors
     /// See [`SandboxError`]; nothing is left running or on disk.
@@ -420,7 +420,7 @@ impl Sandbox {
             jail: options.jail.clone(),
             filling: filler
                 .is_some()
-                .then(|| vmm::Filling { socket: rundir.filling(), memory: pager::available() }),
+                .then(|| vmm::Filling { socket: rundir.filling(), memory: true }),
         };
         let tap = lease.as_ref().map(Lease::tap);
         let log = rundir.monitor_log();
