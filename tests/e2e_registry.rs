@@ -69,7 +69,7 @@ impl Home {
     /// Runs where the kernel lets nobody answer another's faults: without `CAP_SYS_PTRACE` (and with
     /// `vm.unprivileged_userfaultfd` off, as it is by default).
     fn without_faults(&self, doctor: &Value, arguments: &[&str]) -> Output {
-        let program = self.bin.join("parbake");
+        let program = self.programs.bin.join("parbake");
         let wrapped = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"];
         if doctor["host"]["kvmUsable"] == true {
             let mut command = Command::new(wrapped[0]);
@@ -843,7 +843,7 @@ fn ended_ever_later(
         let began = std::time::Instant::now();
         let output = child.wait_with_output().unwrap();
         match output.status.code() {
-            Some(0) => return (succeeded(output, "through"), interrupted, longest),
+            Some(0) => return (succeeded(&output, "through"), interrupted, longest),
             // Not yet watching for it, or orderly.
             None => {}
             Some(_) => {
@@ -1024,7 +1024,7 @@ fn a_baked_template_is_proved_before_it_is_published() {
     let output =
         home.without_faults(&doctor, &["run", "--pull", "lazy", &name, "--", "echo", "whole"]);
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(succeeded(output, "without faults"), "whole");
+    assert_eq!(succeeded(&output, "without faults"), "whole");
     assert!(stderr.contains("userfaultfd") && stderr.contains("comes first"), "{stderr}");
     assert!(!stderr.contains("baking"), "{stderr}");
     assert_eq!(home.ok(&["verify", &name]), "clean");
