@@ -81,8 +81,8 @@ fn start(
 #[test]
 fn memory_arrives_as_it_is_touched() {
     needs_kvm!();
-    if !pager::available() {
-        eprintln!("skipped: this user may not answer page faults");
+    if let Err(error) = pager::available() {
+        eprintln!("skipped: this user may not answer page faults: {error}");
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -112,8 +112,8 @@ fn memory_arrives_as_it_is_touched() {
 #[test]
 fn a_machine_whose_memory_does_not_come_ends_and_says_why() {
     needs_kvm!();
-    if !pager::available() {
-        eprintln!("skipped: this user may not answer page faults");
+    if let Err(error) = pager::available() {
+        eprintln!("skipped: this user may not answer page faults: {error}");
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -142,8 +142,8 @@ fn a_machine_whose_memory_does_not_come_ends_and_says_why() {
 #[test]
 fn a_machine_whose_filler_is_gone_ends() {
     needs_kvm!();
-    if !pager::available() {
-        eprintln!("skipped: this user may not answer page faults");
+    if let Err(error) = pager::available() {
+        eprintln!("skipped: this user may not answer page faults: {error}");
         return;
     }
     let directory = tempfile::tempdir().unwrap();
