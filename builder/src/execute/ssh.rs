@@ -104,14 +104,14 @@ fn serve(listener: &UnixListener, agent: &Path, open: &Arc<Mutex<Open>>) {
                 break;
             }
             scope.spawn(move || {
-                let _ = connect(client, agent, open);
+                let _ = connect(&client, agent, open);
             });
         }
     });
 }
 
 /// Connects one client to the agent until either ends.
-fn connect(client: UnixStream, agent: &Path, open: &Mutex<Open>) -> io::Result<()> {
+fn connect(client: &UnixStream, agent: &Path, open: &Mutex<Open>) -> io::Result<()> {
     let agent = connect_agent(agent)?;
     let number = {
         let mut open = lock(open);
@@ -129,8 +129,8 @@ fn connect(client: UnixStream, agent: &Path, open: &Mutex<Open>) -> io::Result<(
         let _ = to.shutdown(Shutdown::Both);
     };
     std::thread::scope(|scope| {
-        scope.spawn(|| pass(&agent, &client));
-        pass(&client, &agent);
+        scope.spawn(|| pass(&agent, client));
+        pass(client, &agent);
     });
     lock(open).streams.retain(|(known, _)| *known != number);
     Ok(())
