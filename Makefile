@@ -43,6 +43,9 @@ unit: setup-test build
 e2e: setup-test build image
 	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_IMAGE=$(abspath $(IMAGES))/debian timeout 3000 \
 		cargo test -p parbake-tests --release --locked -- --nocapture --test-threads 1
+	PARBAKE_BIN=$(abspath $(BIN)) PARBAKE_AGENT=$(abspath $(BIN))/parbake-agent \
+		PARBAKE_VMM=$(abspath $(BIN))/parbake-vmm timeout 1200 cargo test -p parbake-builder --release \
+		--locked --lib differential::machines -- --nocapture
 
 # Nothing is left of a thousand sandboxes in a row and a hundred at once (bare guests, /dev/kvm).
 scale: setup-test build

@@ -57,8 +57,11 @@ pub fn vsock_peer_is_host(socket: &OwnedFd) -> bool {
 /// # Errors
 /// Not allowed; or flags that do more than that, which are refused.
 pub fn unshare(flags: c_int) -> io::Result<()> {
-    let namespaces =
-        libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC;
+    let namespaces = libc::CLONE_NEWNS
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWUTS
+        | libc::CLONE_NEWIPC
+        | libc::CLONE_NEWNET;
     if flags & !namespaces != 0 {
         return Err(io::ErrorKind::InvalidInput.into());
     }

@@ -181,6 +181,7 @@ impl Executor for Microvm<'_> {
             uid: job.identity.uid,
             gid: job.identity.gid,
             groups: job.identity.groups.clone(),
+            network: job.network,
             sent: new.iter().filter_map(|(layer, _)| layer.directory).collect(),
             layers: job.lower.iter().filter_map(|tree| current.known.get(tree)).copied().collect(),
             mounts,

@@ -124,6 +124,37 @@ fn secrets_are_there_for_the_step_only() {
 }
 
 #[test]
+fn nothing_that_is_remembered_depends_on_a_secret() {
+    fn files(directory: &Path, out: &mut Vec<(std::path::PathBuf, Vec<u8>)>) {
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            let kind = fs::symlink_metadata(&path).unwrap().file_type();
+            if kind.is_dir() {
+                files(&path, out);
+            } else if kind.is_file() {
+                let bytes = fs::read(&path).unwrap();
+                out.push((path, bytes));
+            }
+        }
+    }
+    needs_sandbox!();
+    let mut case = Case::new();
+    case.dockerfile("FROM scratch\nADD rootfs.tar /\nRUN --mount=type=secret,id=tok touch /x\n");
+    let mut remembered = Vec::new();
+    for (value, executed) in [("sup3rs3cret", 2), ("sup3rs3cret", 0), ("an0thers3cret", 0)] {
+        case.secret("tok", value);
+        assert_eq!(case.build().unwrap().executed, executed);
+        let mut found = Vec::new();
+        files(&case.path("build"), &mut found);
+        found.sort();
+        remembered.push(found);
+    }
+    assert!(remembered[0].len() > 3);
+    // Neither whether it was searched for before nor what it is.
+    assert!(remembered.iter().all(|found| *found == remembered[0]));
+}
+
+#[test]
 fn mounts_show_what_they_should_and_leave_nothing() {
     needs_sandbox!();
     let mut case = Case::new();

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use crate::execute::{
-    BuiltImage, Event, ExecuteError, ExecuteOptions, Sandbox, SourceImages, build,
+    BuiltImage, Event, ExecuteError, ExecuteOptions, Executor, Sandbox, SourceImages, build,
 };
 use parbake_recipes::dockerfile::LowerOptions;
 use parbake_recipes::{LoadRequest, load};
@@ -115,6 +115,10 @@ impl Case {
     }
 
     pub fn build(&mut self) -> Result<BuiltImage, ExecuteError> {
+        self.build_with(&mut Sandbox::new(None)?)
+    }
+
+    pub fn build_with(&mut self, executor: &mut dyn Executor) -> Result<BuiltImage, ExecuteError> {
         let mut images = SourceImages::default();
         let request = LoadRequest {
             context: self.options.context.clone(),
@@ -128,9 +132,8 @@ impl Case {
                 step.at.file = "Dockerfile".to_owned();
             }
         }
-        let mut sandbox = Sandbox::new(None)?;
         let mut events = Vec::new();
-        let result = build(&loaded.plan, &self.options, &mut sandbox, &mut images, &mut |event| {
+        let result = build(&loaded.plan, &self.options, executor, &mut images, &mut |event| {
             events.push(match event {
                 Event::StepReason { reason } => format!("reason: {reason}"),
                 Event::StepCached => "cached".to_owned(),

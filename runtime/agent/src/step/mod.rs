@@ -141,6 +141,11 @@ impl Step {
         }
         overlay(&layers, &place.join("upper"), &place.join("work"), &place.join("root"))?;
 
+        if !request.network {
+            // There is a device in every guest, and where it leads nowhere a step need not see it.
+            kernel::unshare(libc::CLONE_NEWNET)?;
+            kernel::change_link("lo", kernel::LinkChange::Up)?;
+        }
         let mut sockets = relay::Sockets::default();
         for (number, mount) in request.mounts.iter().enumerate() {
             sockets.listen(number, mount, &source(number, mount))?;

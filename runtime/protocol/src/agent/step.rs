@@ -37,6 +37,8 @@ pub struct StepRequest {
     pub gid: u32,
     /// Supplementary groups.
     pub groups: Vec<u32>,
+    /// It sees the guest's interfaces; otherwise loopback only.
+    pub network: bool,
     /// Layers that come along with it, by their numbers; they stay for the steps after it.
     pub sent: Vec<u32>,
     /// What its root is made of, lowest first.

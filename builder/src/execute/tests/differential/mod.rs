@@ -7,6 +7,7 @@
 //! BuildKit decides; `DISAGREEMENTS.md` beside this file lists where others say something else.
 
 mod cases;
+mod machines;
 mod tree;
 mod written;
 
@@ -19,6 +20,7 @@ use std::process::Command;
 use self::cases::{CASES, Input, Item, MOUNT_POINTS};
 use super::support::{Case, rootfs, skip_reason};
 use crate::execute::unpack::{Unpack, unpack};
+use crate::execute::{Executor, Sandbox};
 
 const BASE: &str = "FROM scratch{as}\nADD rootfs.tar /";
 
@@ -98,8 +100,18 @@ fn describe(config: &parbake_recipes::plan::ImageConfig, root: &Path) -> String 
     format!("{config}\n{}", tree::difference(base.path(), root))
 }
 
+/// What the sandbox makes of a case.
 fn ours(input: &Input) -> Result<(String, Case), String> {
-    let mut case = Case::new();
+    let case = Case::new();
+    let mut sandbox = Sandbox::new(None).map_err(|error| error.to_string())?;
+    made(input, case, &mut sandbox)
+}
+
+fn made(
+    input: &Input,
+    mut case: Case,
+    executor: &mut dyn Executor,
+) -> Result<(String, Case), String> {
     context(&case, input);
     case.secret("tok", "sup3rs3cret");
     for (name, value) in input.args {
@@ -107,7 +119,7 @@ fn ours(input: &Input) -> Result<(String, Case), String> {
     }
     case.lower.target = input.target.map(str::to_owned);
     case.dockerfile(&dockerfile(input));
-    let built = case.build().map_err(|error| error.to_string())?;
+    let built = case.build_with(executor).map_err(|error| error.to_string())?;
     let root = case.path("unpacked");
     unpack_layout(&built.oci_layout, &root);
     Ok((describe(&built.config, &root), case))
@@ -166,8 +178,7 @@ fn every_case_is_as_it_was_judged() {
             continue;
         };
         let (_, expected) = expected.split_once('\n').unwrap();
-        let left = MOUNT_POINTS.iter().find(|(name, _)| *name == input.name);
-        let expected = &without(expected, left.map_or(&[], |(_, paths)| *paths));
+        let expected = &judged(input, expected);
         match ours(input) {
             Ok((ours, _)) if ours == *expected => {}
             Ok((ours, _)) => {
@@ -177,6 +188,12 @@ fn every_case_is_as_it_was_judged() {
         }
     }
     assert!(wrong.is_empty(), "{} differ:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// What was judged, less what the judge has left behind that current ones do not.
+fn judged(input: &Input, recorded: &str) -> String {
+    let left = MOUNT_POINTS.iter().find(|(name, _)| *name == input.name);
+    without(recorded, left.map_or(&[], |(_, paths)| *paths))
 }
 
 /// The description without directories that were made.
