@@ -74,7 +74,7 @@ fn long_work_ends_at_the_next_piece() {
     let whole = home.publish(&template, &PublishOptions::default()).unwrap();
     let staged = home.root().join("stage");
     let before = files_in(&staged);
-    let stopping = home.clone().until(stop);
+    let stopping = home.until(stop);
 
     let pack = || match stopping.publish(&template, &PublishOptions::default()) {
         Ok(publication) => Ok(publication),
@@ -129,7 +129,7 @@ fn long_work_ends_at_the_next_piece() {
     away.tag(&name, &template).unwrap();
     assert!(away.verify(false).unwrap().is_clean());
     // Hashing what is there ends, too.
-    let stopping = away.clone().until(stop);
+    let stopping = away.until(stop);
     let (report, stopped) = at_every_piece(|| stopping.verify(false), || ());
     assert!(report.is_clean() && stopped >= 10, "{stopped}");
 }
