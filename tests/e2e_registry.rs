@@ -13,6 +13,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
+use parbake_cache::bundle::BUNDLE_TYPE;
+use parbake_cache::referrers::Attachment;
+use parbake_cache::registry::{Access, RegistryOptions, Repository};
 use parbake_cache::template::{
     CompatContract, MachineShape, ObjectRef, SCHEMA_VERSION, SnapshotManifest,
 };
@@ -20,6 +23,10 @@ use parbake_cache::{Digest, Store};
 use parbake_tests::programs::{Programs, failed, succeeded};
 use serde_json::Value;
 use tempfile::TempDir;
+
+#[allow(dead_code, reason = "not every test needs all of it")]
+#[path = "../cache/tests/fixture/instance.rs"]
+mod instance;
 
 /// A home with a store, its own credentials, and the programs.
 struct Home {
@@ -706,6 +713,56 @@ fn signatures_are_demanded_and_found() {
     fourth.fails(&["import", &without, "--policy", &policy], 4, &words);
     assert_eq!(fourth.ok(&["import", &with, "--policy", &policy]), digest);
     fourth.fails(&["import", &with, "--verify-key", &theirs_pub], 4, &["another key"]);
+}
+
+/// What cosign attaches for somebody who has logged in, checked by the program.
+#[test]
+fn an_identity_is_demanded_and_found() {
+    let Some(home) = Home::new() else { return };
+    let Some(registry) = Registry::start(&home.path("registry"), false) else { return };
+    let file = |name: &str| home.path(name).display().to_string();
+    let name = format!("{}/team/app:1", registry.host);
+    let digest = home.build(&name, &[("a", &noise(1, 1 << 20))]);
+    home.ok(&["keygen", "-o", &file("ours.pem")]);
+    home.ok(&["push", &name, "--sign", &file("ours.pem")]);
+    let (ours, root) = (instance::Instance::new(), file("root.json"));
+    fs::write(&root, ours.root().to_string()).unwrap();
+    let by = |identity| {
+        let issuer = ["--certificate-oidc-issuer", instance::ISSUER, "--trusted-root", &root];
+        [&["--certificate-identity", identity][..], &issuer].concat()
+    };
+    let verify = |identity| [&["verify", "--signature", &name][..], &by(identity)].concat();
+    home.fails(&verify("a@team.example"), 4, &["no signature by a@team.example", "another key"]);
+
+    let options = RegistryOptions::default();
+    let repository = Repository::open(&options, &registry.host, "team/app", Access::Push).unwrap();
+    let subject = repository.manifest("1").unwrap().descriptor;
+    let said = instance::statement(&subject.digest);
+    let names = instance::email("a@team.example");
+    let bundle = ours.sign(&said, &names, instance::CODE_SIGNING, instance::NOW);
+    let attachment = Attachment {
+        artifact_type: BUNDLE_TYPE.to_owned(),
+        bytes: bundle.to_string().into_bytes(),
+        annotations: [].into(),
+    };
+    repository.attach(&subject, &[attachment]).unwrap();
+
+    let verified = home.json(&verify("a@team.example"));
+    assert_eq!(verified["digest"], subject.digest.to_string());
+    assert_eq!(verified["valid"][0]["identity"], "a@team.example", "{verified}");
+    assert_eq!(verified["valid"][0]["issuer"], instance::ISSUER, "{verified}");
+    assert!(home.ok(&verify("a@team.example")).contains("signature by a@team.example"));
+    let words = ["refused by", "b@team.example", "signed by a@team.example"];
+    home.fails(&verify("b@team.example"), 4, &words);
+    let away = Home::new().unwrap();
+    away.fails(&[&["pull", &name][..], &by("b@team.example")].concat(), 4, &words);
+    assert_eq!(away.ok(&["--format", "json", "ls"]), "[]");
+    assert_eq!(away.ok(&[&["pull", &name][..], &by("a@team.example")].concat()), digest);
+
+    // All three belong together, and the root must be one.
+    home.fails(&verify("a@team.example")[..5], 2, &["--trusted-root"]);
+    fs::write(&root, "{}").unwrap();
+    home.fails(&verify("a@team.example"), 1, &["root.json", "trusted_root.json"]);
 }
 
 #[test]

@@ -5,10 +5,8 @@
 //!                           └ signature           └ predicate: a signature's, an SBOM, provenance
 //! ```
 //! The bundle's and the statement's types are those of the `sigstore-types` crate, the signatures
-//! those of the RustCrypto and dalek crates. `sigstore-verify` would bring keyless verification, and
-//! with it certificates, transparency logs, timestamps and a trust root to keep fresh, 97 crates in
-//! all; that is not wanted for a user's own keys. A bundle that is signed by a certificate counts as
-//! one by a key that is not known.
+//! those of the RustCrypto and dalek crates. Whose a signature is, a key says that is given, or a
+//! certificate (see [`crate::keyless`]).
 //!
 //! cosign 3 writes and reads the same: its `sign/v1` predicate, no transparency log.
 
@@ -20,6 +18,7 @@ use sigstore_types::{
 };
 
 use crate::Digest;
+use crate::keyless::{self, Identity, KeylessError};
 use crate::keys::{PublicKey, SigningKey};
 
 /// The media type of a bundle.
@@ -36,8 +35,65 @@ pub struct Verified {
     pub predicate_type: String,
     /// What it says.
     pub predicate: Value,
-    /// Which of the keys has signed it.
-    pub key: usize,
+    /// Who has signed it.
+    pub by: Signatory,
+}
+
+/// Whose signatures count.
+#[derive(Debug, Clone, Default)]
+pub struct Signers {
+    /// These keys',
+    pub keys: Vec<PublicKey>,
+    /// and these identities'.
+    pub identities: Vec<Identity>,
+}
+
+/// One of [`Signers`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Signatory {
+    /// The key of this number.
+    Key(usize),
+    /// The identity of this number.
+    Identity(usize),
+}
+
+impl From<Vec<PublicKey>> for Signers {
+    fn from(keys: Vec<PublicKey>) -> Self {
+        Self { keys, identities: Vec::new() }
+    }
+}
+
+impl Signers {
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty() && self.identities.is_empty()
+    }
+
+    /// What messages call one of them.
+    ///
+    /// # Panics
+    /// When it is of others.
+    #[must_use]
+    pub fn label(&self, signatory: Signatory) -> String {
+        match signatory {
+            Signatory::Key(number) => self.keys[number].label().to_owned(),
+            Signatory::Identity(number) => self.identities[number].to_string(),
+        }
+    }
+
+    /// What messages call them together.
+    pub(crate) fn labels(&self) -> String {
+        match (self.keys.as_slice(), self.identities.as_slice()) {
+            ([key], []) => key.label().to_owned(),
+            ([], [identity]) => identity.to_string(),
+            (keys, []) => format!("one of {} keys", keys.len()),
+            ([], identities) => format!("one of {} identities", identities.len()),
+            (keys, identities) => {
+                format!("one of {} keys or {} identities", keys.len(), identities.len())
+            }
+        }
+    }
 }
 
 /// A bundle that proves nothing.
@@ -50,6 +106,9 @@ pub enum BundleError {
     /// None of the keys.
     #[error("it is signed by another key{}", hint(.0))]
     OtherKey(String),
+    /// By a certificate that does not make it one of the identities'.
+    #[error("{0}")]
+    Keyless(#[from] KeylessError),
     /// The right key, but about something else.
     #[error("it is about something else")]
     OtherSubject,
@@ -90,11 +149,11 @@ pub fn sign(key: &SigningKey, statement: &Statement) -> Vec<u8> {
     crate::artifact::to_json(&Bundle::new(MediaType::Bundle0_3, material, content))
 }
 
-/// Checks that one of `keys` has signed the bundle, and that it is about `subject`.
+/// Checks that one of `signers` has signed the bundle, and that it is about `subject`.
 ///
 /// # Errors
 /// When it is not so.
-pub fn verify(bytes: &[u8], subject: &Digest, keys: &[PublicKey]) -> Result<Verified, BundleError> {
+pub fn verify(bytes: &[u8], subject: &Digest, signers: &Signers) -> Result<Verified, BundleError> {
     let malformed = |error: &dyn std::fmt::Display| {
         BundleError::Malformed(error.to_string().chars().take(200).collect())
     };
@@ -106,14 +165,7 @@ pub fn verify(bytes: &[u8], subject: &Digest, keys: &[PublicKey]) -> Result<Veri
         return Err(BundleError::Malformed("its payload is no statement".to_owned()));
     }
     // Nothing of the payload is looked at before this.
-    let (signed, signature) = (envelope.pae(), envelope.signature.sig.as_bytes());
-    let Some(key) = keys.iter().position(|key| key.verify(&signed, signature)) else {
-        let hint = match &bundle.verification_material.content {
-            VerificationMaterialContent::PublicKey(identifier) => identifier.hint.clone(),
-            _ => "by a certificate".to_owned(),
-        };
-        return Err(BundleError::OtherKey(hint));
-    };
+    let by = signatory(envelope, &bundle.verification_material, signers)?;
     let statement: Statement =
         serde_json::from_slice(envelope.payload.as_bytes()).map_err(|error| malformed(&error))?;
     if statement.type_ != Statement::TYPE_V1 {
@@ -125,7 +177,38 @@ pub fn verify(bytes: &[u8], subject: &Digest, keys: &[PublicKey]) -> Result<Veri
     if !statement.subject.iter().any(about) {
         return Err(BundleError::OtherSubject);
     }
-    Ok(Verified { predicate_type: statement.predicate_type, predicate: statement.predicate, key })
+    Ok(Verified { predicate_type: statement.predicate_type, predicate: statement.predicate, by })
+}
+
+/// Which of `signers` has signed the envelope.
+fn signatory(
+    envelope: &DsseEnvelope,
+    material: &VerificationMaterial,
+    signers: &Signers,
+) -> Result<Signatory, BundleError> {
+    let (signed, signature) = (envelope.pae(), envelope.signature.sig.as_bytes());
+    if let Some(number) = signers.keys.iter().position(|key| key.verify(&signed, signature)) {
+        return Ok(Signatory::Key(number));
+    }
+    let certificate = match &material.content {
+        VerificationMaterialContent::PublicKey(identifier) => {
+            return Err(BundleError::OtherKey(identifier.hint.clone()));
+        }
+        VerificationMaterialContent::Certificate(certificate) => Some(&certificate.raw_bytes),
+        // As bundles before version 0.3 have it: the signer's own comes first.
+        VerificationMaterialContent::X509CertificateChain { certificates } => {
+            certificates.first().map(|certificate| &certificate.raw_bytes)
+        }
+        _ => None,
+    };
+    match certificate {
+        Some(der) if !signers.identities.is_empty() => {
+            let identities = &signers.identities;
+            let number = keyless::verify(envelope, material, der.as_bytes(), identities)?;
+            Ok(Signatory::Identity(number))
+        }
+        _ => Err(BundleError::OtherKey("by a certificate".to_owned())),
+    }
 }
 
 #[cfg(test)]
@@ -146,11 +229,11 @@ mod tests {
                 bytes,
                 sign(&key, &statement(&subject, "reg.example/x", "https://p", said.clone()))
             );
-            let keys = [other.public(), key.public()];
+            let keys = Signers::from(vec![other.public(), key.public()]);
             let verified = verify(&bytes, &subject, &keys).unwrap();
-            assert_eq!((verified.key, &verified.predicate), (1, &said));
+            assert_eq!((verified.by, &verified.predicate), (Signatory::Key(1), &said));
             assert_eq!(verified.predicate_type, "https://p");
-            let refused = verify(&bytes, &subject, &keys[..1]).unwrap_err();
+            let refused = verify(&bytes, &subject, &vec![other.public()].into()).unwrap_err();
             assert_eq!(refused, BundleError::OtherKey(key.public().hint()));
             assert_eq!(
                 verify(&bytes, &Digest::of(b"other"), &keys).unwrap_err(),
@@ -192,7 +275,7 @@ mod tests {
                 "k",
             )
             .unwrap();
-            proptest::prop_assert!(verify(&bytes, &Digest::of(b""), &[key.public()]).is_err());
+            proptest::prop_assert!(verify(&bytes, &Digest::of(b""), &vec![key.public()].into()).is_err());
         }
     }
 }

@@ -25,3 +25,8 @@ pub fn registries(text: &str, host: &str, repository: &str) {
 pub fn pattern(pattern: &[u8], text: &[u8]) -> bool {
     crate::trust::fits(pattern, text)
 }
+
+/// Reads a trusted root, a certificate, and a bundle that is checked by the root, each out of `data`.
+pub fn keyless(data: &[u8]) {
+    crate::keyless::fuzz(data);
+}

@@ -214,6 +214,24 @@ impl PublicKey {
         Err(KeyError::Format { label, what })
     }
 
+    /// The same from its DER form (a `SubjectPublicKeyInfo`).
+    ///
+    /// # Errors
+    /// When it is no such key.
+    pub fn from_der(der: &[u8], label: &str) -> Result<Self, KeyError> {
+        let label = label.to_owned();
+        if let Ok(key) = p256::ecdsa::VerifyingKey::from_public_key_der(der) {
+            return Ok(Self { key: Public::P256(key), label });
+        }
+        match ed25519_dalek::VerifyingKey::from_public_key_der(der) {
+            Ok(key) => Ok(Self { key: Public::Ed25519(key), label }),
+            Err(_) => {
+                let what = "expected a public key for P-256 or Ed25519";
+                Err(KeyError::Format { label, what })
+            }
+        }
+    }
+
     /// The key in PEM.
     ///
     /// # Errors

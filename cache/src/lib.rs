@@ -25,6 +25,7 @@ pub mod fuzzing;
 pub mod gc;
 pub mod index;
 pub mod install;
+pub mod keyless;
 pub mod keys;
 pub mod layout;
 pub mod lazy;

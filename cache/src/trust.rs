@@ -1,6 +1,6 @@
 //! What must be known of a template before anything large of it is taken in.
 //!
-//! Two things are asked: what the user demands for this one command, by naming keys, and what the
+//! Two things are asked: what the user demands for this one command, by naming keys or identities, and what the
 //! policy says. Both are about the digest that everything of a template hangs from, and both are
 //! answered from what is attached to it, before its packs are fetched.
 //!
@@ -12,8 +12,10 @@
 //!
 //! [[rule]]
 //! match = "reg.example/team/**"         # host/repository[:tag]; * within a part, ** over parts
-//! require = "signature"                 # by one of these keys
+//! require = "signature"                 # by one of these keys, or one of these identities
 //! keys = ["team.pub"]                   # PEM files, relative to this one
+//! identities = [{ identity = "a@team.example", issuer = "https://accounts.example" }]
+//! trusted_root = "trusted_root.json"    # with identities: whose certificates and logs count
 //!
 //! [[rule]]
 //! match = "docker.io/**"
@@ -25,12 +27,14 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Deserialize;
 
 use crate::Digest;
 use crate::artifact::Descriptor;
-use crate::bundle::{self, BUNDLE_TYPE, BundleError, SIGNATURE_PREDICATE};
+use crate::bundle::{self, BUNDLE_TYPE, BundleError, SIGNATURE_PREDICATE, Signatory, Signers};
+use crate::keyless::{Identity, RootError, TrustedRoot};
 use crate::keys::{KeyError, PublicKey};
 use crate::name::TemplateName;
 use crate::referrers::{ReferrerSource, attached_bytes};
@@ -48,7 +52,7 @@ pub const CONTENT_ANNOTATION: &str = "dev.sigstore.bundle.content";
 #[derive(Debug, Clone, Default)]
 pub struct Trust {
     /// If any: one of these must have signed it, whatever the policy says.
-    pub keys: Vec<PublicKey>,
+    pub signers: Signers,
     /// The policy, if there is one.
     pub policy: Option<Policy>,
 }
@@ -65,7 +69,7 @@ pub struct Policy {
 struct Rule {
     pattern: String,
     require: Requirement,
-    keys: Vec<PublicKey>,
+    signers: Signers,
     digests: Vec<Digest>,
 }
 
@@ -106,13 +110,24 @@ struct RawRule {
     #[serde(default)]
     keys: Vec<PathBuf>,
     #[serde(default)]
+    identities: Vec<RawIdentity>,
+    #[serde(default)]
+    trusted_root: Option<PathBuf>,
+    #[serde(default)]
     digests: Vec<Digest>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawIdentity {
+    identity: String,
+    issuer: String,
 }
 
 /// Who demanded what was not met.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Demand {
-    /// The keys of this command.
+    /// The keys and identities of this command.
     Keys,
     /// A rule of a policy.
     Rule {
@@ -145,6 +160,9 @@ pub enum TrustError {
     /// A key cannot be read.
     #[error(transparent)]
     Key(#[from] KeyError),
+    /// A trusted root cannot be read.
+    #[error(transparent)]
+    Root(#[from] RootError),
     /// What is attached cannot be asked for.
     #[error("cannot see what is attached to {name}: {source}")]
     Unreachable {
@@ -174,14 +192,14 @@ pub struct Signature {
     pub manifest: Digest,
     /// What it is: a plain signature, or the kind of statement.
     pub predicate_type: String,
-    /// Which of the keys.
-    pub key: usize,
+    /// Who has made it.
+    pub by: Signatory,
 }
 
 impl fmt::Display for Demand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Keys => f.write_str("the keys given for this command"),
+            Self::Keys => f.write_str("the keys or identities given for this command"),
             Self::Rule { number, pattern, file } => {
                 write!(f, "rule {number} (match = {pattern:?}) of {}", file.display())
             }
@@ -232,9 +250,16 @@ impl Policy {
         for (number, raw) in (1..).zip(file.rule) {
             let needs_keys =
                 matches!(raw.require, Requirement::Signature | Requirement::SignatureOrDigest);
-            if needs_keys == raw.keys.is_empty() {
-                let word = if needs_keys { "names no keys" } else { "names keys it does not use" };
+            if needs_keys == (raw.keys.is_empty() && raw.identities.is_empty()) {
+                let word = match needs_keys {
+                    true => "names no keys and no identities",
+                    false => "names keys or identities it does not use",
+                };
                 return Err(error(format!("rule {number} {word}")));
+            }
+            if raw.identities.is_empty() != raw.trusted_root.is_none() {
+                let what = "identities and trusted_root (sigstore's trusted_root.json) go together";
+                return Err(error(format!("rule {number}: {what}")));
             }
             if raw.pattern.is_empty() {
                 return Err(error(format!("rule {number} matches nothing")));
@@ -246,10 +271,19 @@ impl Policy {
                         .map_err(|source| error(format!("rule {number}: {source}")))?,
                 );
             }
+            let mut identities = Vec::new();
+            if let Some(root) = &raw.trusted_root {
+                let root = TrustedRoot::read(&directory.join(root))
+                    .map_err(|source| error(format!("rule {number}: {source}")))?;
+                let root = Arc::new(root);
+                for RawIdentity { identity: subject, issuer } in raw.identities {
+                    identities.push(Identity { subject, issuer, root: Arc::clone(&root) });
+                }
+            }
             rules.push(Rule {
                 pattern: raw.pattern,
                 require: raw.require,
-                keys,
+                signers: Signers { keys, identities },
                 digests: raw.digests,
             });
         }
@@ -283,8 +317,8 @@ impl Trust {
             demand: Box::new(demand),
             why,
         };
-        if !self.keys.is_empty()
-            && let Err(why) = signed(name, root, source, &self.keys)?
+        if !self.signers.is_empty()
+            && let Err(why) = signed(name, root, source, &self.signers)?
         {
             return Err(refused(Demand::Keys, why));
         }
@@ -309,9 +343,9 @@ impl Trust {
             Requirement::Digest if pinned => Ok(()),
             Requirement::Digest => Err(not_pinned()),
             Requirement::SignatureOrDigest if pinned => Ok(()),
-            Requirement::SignatureOrDigest => signed(name, root, source, &rule.keys)?
+            Requirement::SignatureOrDigest => signed(name, root, source, &rule.signers)?
                 .map_err(|why| format!("{why}; and {}", not_pinned())),
-            Requirement::Signature => signed(name, root, source, &rule.keys)?,
+            Requirement::Signature => signed(name, root, source, &rule.signers)?,
         };
         verdict.map_err(|why| {
             let (pattern, file) = (rule.pattern.clone(), policy.file.clone());
@@ -320,22 +354,18 @@ impl Trust {
     }
 }
 
-/// Whether one of `keys` has signed the template; if not, why.
+/// Whether one of `signers` has signed the template; if not, why.
 fn signed(
     name: &TemplateName,
     root: &Descriptor,
     source: &dyn ReferrerSource,
-    keys: &[PublicKey],
+    signers: &Signers,
 ) -> Result<Result<(), String>, TrustError> {
-    let found = signatures(&name.to_string(), &root.digest, source, keys)?;
+    let found = signatures(&name.to_string(), &root.digest, source, signers)?;
     if found.valid.iter().any(|signature| signature.predicate_type == SIGNATURE_PREDICATE) {
         return Ok(Ok(()));
     }
-    let wanted = match keys {
-        [key] => format!("by {}", key.label()),
-        keys => format!("by one of {} keys", keys.len()),
-    };
-    let mut why = format!("it has no signature {wanted}");
+    let mut why = format!("it has no signature by {}", signers.labels());
     if found.looked_at == 0 {
         why += "; nothing that is signed is attached to it";
     } else if !found.refused.is_empty() {
@@ -347,7 +377,7 @@ fn signed(
 /// What was found attached.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Signatures {
-    /// Those that one of the keys has made, about this very template.
+    /// Those that one of the signers has made, about this very template.
     pub valid: Vec<Signature>,
     /// Why others do not count, once each.
     pub refused: Vec<String>,
@@ -355,7 +385,7 @@ pub struct Signatures {
     pub looked_at: usize,
 }
 
-/// Checks everything signed that is attached to `subject` against `keys`.
+/// Checks everything signed that is attached to `subject` against `signers`.
 ///
 /// # Errors
 /// When the source cannot be asked.
@@ -363,7 +393,7 @@ pub fn signatures(
     name: &str,
     subject: &Digest,
     source: &dyn ReferrerSource,
-    keys: &[PublicKey],
+    signers: &Signers,
 ) -> Result<Signatures, TrustError> {
     let unreachable = |source| TrustError::Unreachable { name: name.to_owned(), source };
     let mut listed = source.referrers(subject).map_err(unreachable)?;
@@ -377,16 +407,18 @@ pub fn signatures(
     for entry in listed.iter().take(MAX_BUNDLES) {
         found.looked_at += 1;
         let why = match attached_bytes(source, entry, subject) {
-            Ok(bytes) => match bundle::verify(&bytes, subject, keys) {
+            Ok(bytes) => match bundle::verify(&bytes, subject, signers) {
                 Ok(verified) => {
                     found.valid.push(Signature {
                         manifest: entry.digest,
                         predicate_type: verified.predicate_type,
-                        key: verified.key,
+                        by: verified.by,
                     });
                     continue;
                 }
-                Err(error @ BundleError::OtherKey(_)) => error.to_string(),
+                Err(error @ (BundleError::OtherKey(_) | BundleError::Keyless(_))) => {
+                    error.to_string()
+                }
                 Err(error) => format!("{}: {error}", entry.digest.short()),
             },
             Err(error) => error.to_string(),
@@ -480,7 +512,7 @@ mod tests {
             let rule = Rule {
                 pattern: pattern.to_owned(),
                 require: Requirement::Nothing,
-                keys: vec![],
+                signers: Signers::default(),
                 digests: vec![],
             };
             assert_eq!(rule.fits(&name.parse().unwrap()), fitting, "{pattern} {name}");
@@ -502,6 +534,13 @@ mod tests {
             (rule.to_owned(), "require"),
             (format!("{rule}require = 'signature'"), "names no keys"),
             (format!("{rule}require = 'digest'\nkeys = ['x']"), "does not use"),
+            (
+                format!(
+                    "{rule}require = 'signature'\nidentities = [{{identity = 'a', issuer = 'b'}}]"
+                ),
+                "trusted_root",
+            ),
+            (format!("{rule}require = 'signature'\nkeys = ['x']\ntrusted_root = 'r'"), "together"),
             (format!("{rule}require = 'signature'\nkeys = ['none.pub']"), "none.pub"),
             (format!("{rule}require = 'digest'\ndigests = ['sha256:0']"), "digest"),
         ] {

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use parbake_builder::sbom::{Format, Inventory};
 use parbake_builder::template::Template;
 use parbake_builder::{contents::RootFs, provenance};
-use parbake_cache::bundle::SIGNATURE_PREDICATE;
+use parbake_cache::bundle::{SIGNATURE_PREDICATE, Signatory, Signers};
 use parbake_cache::find;
+use parbake_cache::keyless::{Identity, TrustedRoot};
 use parbake_cache::keys::{PublicKey, SigningKey};
 use parbake_cache::registry::RegistryOptions;
 use parbake_cache::statements::Statements;
@@ -26,6 +27,15 @@ pub struct TrustArgs {
     /// Demand a signature by this public key (PEM), or by one of several; may be given again
     #[arg(long, value_name = "FILE")]
     verify_key: Vec<PathBuf>,
+    /// Demand a keyless signature by this identity, an email address or URI as its certificate has it
+    #[arg(long, value_name = "IDENTITY", requires_all = ["certificate_oidc_issuer", "trusted_root"])]
+    certificate_identity: Option<String>,
+    /// With --certificate-identity: the URL of the identity provider that must have vouched for it
+    #[arg(long, value_name = "URL", requires = "certificate_identity")]
+    certificate_oidc_issuer: Option<String>,
+    /// With --certificate-identity: whose certificates and logs count (sigstore's trusted_root.json)
+    #[arg(long, value_name = "FILE", requires = "certificate_identity")]
+    trusted_root: Option<PathBuf>,
     /// The policy, instead of policy.toml in the configuration of this user or this machine
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
@@ -48,9 +58,20 @@ pub struct StatementArgs {
 impl TrustArgs {
     /// As the transport wants it.
     pub fn trust(&self) -> CliResult<Trust> {
-        let keys = self.keys()?;
+        let signers = Signers { keys: self.keys()?, identities: self.identities()? };
         let policy = Policy::from_environment(self.policy.as_deref()).map_err(trust_error)?;
-        Ok(Trust { keys, policy })
+        Ok(Trust { signers, policy })
+    }
+
+    fn identities(&self) -> CliResult<Vec<Identity>> {
+        let (Some(subject), Some(issuer), Some(root)) =
+            (&self.certificate_identity, &self.certificate_oidc_issuer, &self.trusted_root)
+        else {
+            return Ok(Vec::new());
+        };
+        let root = TrustedRoot::read(root).map_err(|error| trust_error(TrustError::Root(error)))?;
+        let (subject, issuer) = (subject.clone(), issuer.clone());
+        Ok(vec![Identity { subject, issuer, root: Arc::new(root) }])
     }
 
     fn keys(&self) -> CliResult<Vec<PublicKey>> {
@@ -119,26 +140,37 @@ pub fn verify(
     };
     let name: TemplateName = name.parse().map_err(|error| usage(&error))?;
     let trust = args.trust()?;
-    if trust.keys.is_empty() && trust.policy.is_none() {
-        return Err(CliError::new(Kind::Usage, "there is no key and no policy to verify against")
-            .hint("--verify-key FILE names a public key"));
+    if trust.signers.is_empty() && trust.policy.is_none() {
+        let what = "there is no key, no identity and no policy to verify against";
+        return Err(CliError::new(Kind::Usage, what)
+            .hint("--verify-key FILE names a public key")
+            .hint("--certificate-identity names who must have signed without one"));
     }
-    let keys = trust.keys.clone();
+    let signers = trust.signers.clone();
     // What is demanded is checked on the way.
     let options = RegistryOptions { trust, ..registry.options()? };
     let found =
         find::template(&name, pinned.as_ref(), &options).map_err(remote::transport_error)?;
     let digest = found.root.descriptor.digest;
-    let signatures =
-        trust::signatures(&name.to_string(), &digest, &found.source, &keys).map_err(trust_error)?;
+    let signatures = trust::signatures(&name.to_string(), &digest, &found.source, &signers)
+        .map_err(trust_error)?;
     if context.json() {
         let valid = signatures.valid.iter().map(|signature| {
-            json!({
+            let mut document = json!({
                 "manifest": signature.manifest,
                 "predicateType": signature.predicate_type,
-                "key": keys[signature.key].label(),
-                "keyHint": keys[signature.key].hint(),
-            })
+            });
+            match signature.by {
+                Signatory::Key(number) => {
+                    document["key"] = signers.keys[number].label().into();
+                    document["keyHint"] = signers.keys[number].hint().into();
+                }
+                Signatory::Identity(number) => {
+                    document["identity"] = signers.identities[number].subject.clone().into();
+                    document["issuer"] = signers.identities[number].issuer.clone().into();
+                }
+            }
+            document
         });
         return output::json(&json!({
             "name": name,
@@ -154,9 +186,9 @@ pub fn verify(
                 SIGNATURE_PREDICATE => "signature",
                 other => other,
             };
-            output::line(&format!("ok: {what} by {}", keys[signature.key].label()))?;
+            output::line(&format!("ok: {what} by {}", signers.label(signature.by)))?;
         }
-        if keys.is_empty() {
+        if signers.is_empty() {
             output::line("ok: the policy accepts it")?;
         }
     }

@@ -11,7 +11,7 @@ pub fn run(data: &[u8]) {
     let _ = Manifest::parse(data, &digest, "x");
     let _ = Index::parse(data, &digest);
     let _ = ArtifactConfig::parse(data, &digest);
-    let _ = bundle::verify(data, &digest, &[]);
+    let _ = bundle::verify(data, &digest, &bundle::Signers::default());
     if let Ok(text) = std::str::from_utf8(data) {
         let _ = PublicKey::from_pem(text, "x");
         let _ = SigningKey::from_pem(text, "x");

@@ -27,6 +27,7 @@ targets! {
     frames 4096
     index 4096
     kernel 16384
+    keyless 32768
     layer 16384
     manifest 8192
     mmio 2048
