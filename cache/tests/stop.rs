@@ -115,7 +115,7 @@ fn long_work_ends_at_the_next_piece() {
     let layout = Layout::open(&directory.path().join("py.tar")).unwrap();
     let (root, _) = layout.root(None).unwrap();
     let away = Store::open(&directory.path().join("away")).unwrap();
-    let stopping = away.until(stop);
+    let stopping = away.clone().until(stop);
     let install = || match variant::install(&stopping, &layout, &root, "x", &Choice::All, &|_| ()) {
         Ok(report) => Ok(report),
         Err(InstallError::Store(error)) => Err(error),
