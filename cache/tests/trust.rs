@@ -11,7 +11,7 @@ use parbake_cache::artifact::Descriptor;
 use parbake_cache::bundle::{SIGNATURE_PREDICATE, Signatory};
 use parbake_cache::keys::{KeyKind, PublicKey, SigningKey};
 use parbake_cache::layout::Layout;
-use parbake_cache::publish::PublishOptions;
+use parbake_cache::publish::{PublishError, PublishOptions};
 use parbake_cache::referrers::ReferrerSource as _;
 use parbake_cache::registries::Registries;
 use parbake_cache::registry::{Access, RegistryError, RegistryOptions, Repository};
@@ -19,7 +19,7 @@ use parbake_cache::statements::{Document, Statements};
 use parbake_cache::transport::{PushOptions, PushReport, TransportError};
 use parbake_cache::trust::{Policy, Trust, TrustError, signatures};
 use parbake_cache::variant::Choice;
-use parbake_cache::{Digest, Store, TemplateName};
+use parbake_cache::{Digest, Store, StoreError, TemplateName};
 
 mod fixture;
 #[allow(dead_code, reason = "not every test needs all of it")]
@@ -119,7 +119,7 @@ fn signed_and_unsigned(directory: &Path, host: &str) {
     pull(directory, &at, Trust::default()).unwrap();
     refused(
         pull(directory, &at, by(&[&ours])),
-        &["keys given", "no signature", "nothing that is signed"],
+        &["identities given", "no signature", "nothing that is signed"],
     );
 
     // Documents alone are no signature.
@@ -264,7 +264,7 @@ fn a_policy_decides_by_name() {
     pull(directory.path(), &unsigned, policy(&format!("{listed}{never}"))).unwrap();
     // Keys of the command come on top of the policy.
     let trust = Trust { signers: vec![key(KeyKind::P256).public()].into(), ..policy(&team) };
-    refused(pull(directory.path(), &signed, trust), &["keys given"]);
+    refused(pull(directory.path(), &signed, trust), &["identities given"]);
 }
 
 #[test]
@@ -472,15 +472,22 @@ fn an_interrupted_push_and_pull_end_soon_and_go_on_later() {
     let (home, template) = bake(directory.path(), 1);
     let at = name(&registry.host, "x:1");
     let options = RegistryOptions { cancelled: Some(stop), ..options() };
-    let mut interrupted = 0;
-    for after in [1, 20, 30, 40] {
+    // While it is packed, and on the line.
+    let (mut packing, mut interrupted) = (0, 0);
+    for after in (1..).step_by(4) {
         LEFT.store(after, Ordering::Relaxed);
         match home.push(&template, &at, &options, &PushOptions::default(), &|_| ()) {
             Err(TransportError::Registry(RegistryError::Interrupted)) => interrupted += 1,
-            result => drop(result.unwrap()),
+            Err(TransportError::Publish(PublishError::Store(StoreError::Interrupted))) => {
+                packing += 1;
+            }
+            result => {
+                result.unwrap();
+                break;
+            }
         }
     }
-    assert!(interrupted >= 2, "{interrupted}");
+    assert!(packing >= 2 && interrupted >= 2, "{packing} {interrupted}");
     LEFT.store(usize::MAX, Ordering::Relaxed);
     home.push(&template, &at, &options, &PushOptions::default(), &|_| ()).unwrap();
     let away = Store::open(&directory.path().join("away")).unwrap();

@@ -257,7 +257,7 @@ mod tests {
             ("/certificateAuthorities", serde_json::json!([]), "no certificate authority"),
             ("/certificateAuthorities/0/certChain/certificates", serde_json::json!([]), "no cert"),
             ("/tlogs/0/publicKey/rawBytes", serde_json::json!("?"), "base64"),
-            ("/tlogs/0/publicKey/validFor/start", serde_json::json!("soon"), "soon"),
+            ("/tlogs/0/publicKey/validFor/start", serde_json::json!("soon"), "year"),
             ("/tlogs", serde_json::json!(vec![whole["tlogs"][0].clone(); 65]), "more than 64"),
         ] {
             let mut changed = whole.clone();
