@@ -59,7 +59,8 @@ struct Candidate {
 impl Store {
     /// Removes what cannot be reached from a root, and the remains of dead processes. With a
     /// quota, then gives up snapshots and kernel bundles that no one uses, least recently used
-    /// first, until the store takes at most `keep` bytes. Tags are never removed.
+    /// first, until the store takes at most `keep` bytes. Tags are never removed, and neither are
+    /// snapshots of a template that is leased itself.
     ///
     /// # Errors
     /// When the store cannot be read or written to; what was removed until then stays removed.
@@ -180,7 +181,12 @@ impl Store {
 
     /// What may be given up for a quota, most recently used first.
     fn candidates(&self, held: &[Digest]) -> Result<Vec<Candidate>, StoreError> {
-        let (in_use, _) = self.reach(held.iter().copied(), false)?;
+        let (mut in_use, _) = self.reach(held.iter().copied(), false)?;
+        // Whoever holds a template may be about to use any of its snapshots.
+        for root in held {
+            let snapshots = self.root().join("refs/snapshots").join(root.hex());
+            in_use.extend(reference::list(&snapshots)?.into_iter().map(|(_, found)| found.digest));
+        }
         let mut directories = vec![self.root().join("refs/kernels")];
         for template in fs::read_dir(self.root().join("refs/snapshots")).into_iter().flatten() {
             let template = template.map_err(StoreError::io("read", self.root(), 0))?;

@@ -172,6 +172,8 @@ impl Store {
         template: &Digest,
         options: &PublishOptions,
     ) -> Result<Publication, PublishError> {
+        // Its snapshots stay while they are looked at.
+        let _held = self.lease(&[*template])?;
         let manifest: TemplateManifest = self.get_json(template)?;
         let mut snapshots = if options.snapshots { self.snapshots(template)? } else { Vec::new() };
         // By what they are, not by when they were made.

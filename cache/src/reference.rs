@@ -147,10 +147,19 @@ impl Store {
         for (path, reference) in list(&directory)? {
             let made =
                 fs::metadata(&path).and_then(|m| m.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-            found.push((made, reference.digest));
+            found.push((made, reference.digest, path));
         }
         found.sort_by(|a, b| b.cmp(a));
-        found.into_iter().map(|(_, digest)| Ok((digest, self.get_json(&digest)?))).collect()
+        let mut snapshots = Vec::new();
+        for (_, digest, path) in found {
+            match self.get_json(&digest) {
+                Ok(manifest) => snapshots.push((digest, manifest)),
+                // Given up meanwhile.
+                Err(StoreError::Missing { .. }) if !path.exists() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(snapshots)
     }
 
     /// Forgets a snapshot; it goes at the next collection.

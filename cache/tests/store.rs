@@ -200,6 +200,10 @@ fn a_quota_gives_up_snapshots_but_neither_tags_nor_what_is_in_use() {
     let used = snapshot(&writer, tagged, b"used");
     drop(writer);
     let store = Store::open(&root).unwrap();
+    // Whoever holds the template may be about to use either.
+    let held = store.lease(&[tagged]).unwrap();
+    assert_eq!(store.collect(Some(1)).unwrap().evicted, []);
+    drop(held);
     let lease = store.lease(&[used]).unwrap();
     let report = store.collect(Some(1)).unwrap();
     assert_eq!(report.evicted, [idle]);
