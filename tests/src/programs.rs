@@ -104,7 +104,9 @@ pub fn succeeded(output: &Output, what: &str) -> String {
 pub fn failed(output: &Output, what: &str, code: i32, words: &[&str]) -> String {
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(code), "{what}: {stderr}");
-    assert!(stderr.contains("error: "), "{what}: no error line: {stderr}");
+    // Or, for programs, a document.
+    let said = stderr.contains("error: ") || stderr.contains("{\"error\"");
+    assert!(said, "{what}: no error line: {stderr}");
     for word in words {
         assert!(stderr.contains(word), "{what}: {word:?} is not in: {stderr}");
     }
