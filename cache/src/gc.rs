@@ -13,6 +13,7 @@ use crate::lock::Mode;
 use crate::object::Tree;
 use crate::reference;
 use crate::store::Store;
+use crate::template::SnapshotManifest;
 
 /// What a collection did.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
@@ -60,7 +61,8 @@ impl Store {
     /// Removes what cannot be reached from a root, and the remains of dead processes. With a
     /// quota, then gives up snapshots and kernel bundles that no one uses, least recently used
     /// first, until the store takes at most `keep` bytes. Tags are never removed, and neither are
-    /// snapshots of a template that is leased itself.
+    /// snapshots of a template that is leased itself, nor those that no bake makes again: of
+    /// machines that had been restored before, such as paused sandboxes.
     ///
     /// # Errors
     /// When the store cannot be read or written to; what was removed until then stays removed.
@@ -179,6 +181,12 @@ impl Store {
         live::held(self.root())
     }
 
+    /// Whether it is a snapshot of a machine with a run behind it, which is nowhere else.
+    fn is_of_a_run(&self, digest: &Digest) -> bool {
+        let snapshot = self.get_json::<SnapshotManifest>(digest);
+        snapshot.is_ok_and(|snapshot| snapshot.generation > 1)
+    }
+
     /// What may be given up for a quota, most recently used first.
     fn candidates(&self, held: &[Digest]) -> Result<Vec<Candidate>, StoreError> {
         let (mut in_use, _) = self.reach(held.iter().copied(), false)?;
@@ -195,7 +203,7 @@ impl Store {
         let mut candidates = Vec::new();
         for directory in directories {
             for (path, reference) in reference::list(&directory)? {
-                if in_use.contains(&reference.digest) {
+                if in_use.contains(&reference.digest) || self.is_of_a_run(&reference.digest) {
                     continue;
                 }
                 let made = fs::metadata(&path).and_then(|m| m.modified()).ok();

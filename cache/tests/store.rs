@@ -9,7 +9,7 @@ use parbake_cache::template::{MachineShape, ObjectRef, TemplateManifest};
 use parbake_cache::{Digest, Store, StoreError, TemplateName};
 
 mod fixture;
-use fixture::{snapshot, template};
+use fixture::{snapshot, snapshot_of, template};
 
 fn store() -> (tempfile::TempDir, Store) {
     let directory = tempfile::tempdir().unwrap();
@@ -220,6 +220,22 @@ fn a_quota_gives_up_snapshots_but_neither_tags_nor_what_is_in_use() {
     assert_eq!(store.collect(Some(1 << 40)).unwrap().evicted, []);
     assert_eq!(store.collect(Some(1)).unwrap().evicted, [used]);
     assert!(store.verify(false).unwrap().is_clean());
+}
+
+#[test]
+fn a_quota_never_gives_up_the_run_of_a_machine() {
+    let (_directory, writer) = store();
+    let root = writer.root().to_owned();
+    let paused = template(&writer, b"paused");
+    writer.tag(&name("paused/one"), &paused).unwrap();
+    let baked = snapshot(&writer, paused, b"baked");
+    let run = snapshot_of(&writer, paused, b"what nobody can bake", 2);
+    drop(writer);
+    let store = Store::open(&root).unwrap();
+    let report = store.collect(Some(1)).unwrap();
+    assert_eq!(report.evicted, [baked]);
+    assert!(report.over_quota_bytes.is_some() && store.has(&run));
+    store.check_complete(&run).unwrap();
 }
 
 #[test]
